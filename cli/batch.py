@@ -32,10 +32,15 @@ class BatchConfig(RemoteConfig):
     """The options as the user gave them. Raises ConfigError for an invalid value."""
 
     max_concurrency: int = option(256, "Requests at once at most.", group="Batch")
+    image_folder: str = option(
+        "", "Folder below which images of requests may be paths.", group="Batch"
+    )
 
     def __post_init__(self) -> None:
         RemoteConfig.__post_init__(self)
         check_at_least(self, "max_concurrency", 1)
+        if self.image_folder and not os.path.isdir(self.image_folder):
+            raise ConfigError("--image-folder", self.image_folder, "allowed: a folder")
 
 
 @takes_options
@@ -113,6 +118,10 @@ async def _answer_all(
     num_done = num_failed = 0
 
     async with _opened(batch, engine) as post:
+        if batch.image_folder:
+            from .batch_images import with_images
+
+            post = with_images(post, Path(batch.image_folder))
         with LoadProgress() as progress:
             progress("answering", 0.0)
 

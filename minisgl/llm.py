@@ -27,6 +27,7 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
+from minisgl.images.prompt import Prompt as ChatPrompt
 from minisgl.parameters import check_names
 from minisgl.parts.scores.host import scores_of
 from minisgl.printable import counted
@@ -194,6 +195,9 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
+
+        A content is a text or a list of parts: {"type": "text", "text": ...}, {"type": "image",
+        "image": ...} with an image of Pillow, bytes or a path, and OpenAI's image_url.
 
         For a list of conversations, and with n, the result is a list: the n replies to each
         conversation follow each other.
@@ -469,7 +473,7 @@ class LLM:
     async def _read(self, messages: Messages, asked: _Asked) -> _ReadPrompt:
         conversation = await self._chats.read(messages, asked.tools, asked.variables)
         plan = await self._chats.plan(conversation, asked.params)
-        return _ReadPrompt(conversation.prompt_token_ids, plan)
+        return _ReadPrompt(conversation.prompt, plan)
 
     async def _open(
         self,
@@ -514,11 +518,11 @@ class LLM:
         if not isinstance(prompt, _ReadPrompt):
             wanted = params.structured
             grammar = None if wanted is None else await self.engine.compile(wanted)
-            prompt = _ReadPrompt(prompt, AnswerPlan(grammar=grammar))
-        plan = prompt.plan
-        extras = (*plan.extras(), *self._adapter(lora))
+            prompt = _ReadPrompt(ChatPrompt([*prompt]), AnswerPlan(grammar=grammar))
+        given, plan = prompt.prompt, prompt.plan
+        extras = (*plan.extras(), *given.extras, *self._adapter(lora))
         return self.engine.submit(
-            prompt.token_ids, params, cache_salt=salt, extras=extras, parser=plan.parser()
+            given.token_ids, params, cache_salt=salt, extras=extras, parser=plan.parser()
         )
 
     def _adapter(self, lora: str | None) -> tuple[Extra, ...]:
@@ -572,7 +576,12 @@ class LLM:
                     bar.update(task, advance=1, rate=num_tokens / elapsed)
                     return output
 
-                return await asyncio.gather(*map(finish, streams))
+                outputs = await asyncio.gather(*map(finish, streams))
+            for index, output in enumerate(outputs):
+                given = encoded[index // (n or 1)]
+                if isinstance(given, _ReadPrompt):
+                    output.prompt_token_ids = given.prompt.shown_token_ids
+            return outputs
         finally:
             for stream in streams:
                 stream.abort()
@@ -619,7 +628,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
 class _ReadPrompt:
     """The prompt of a conversation, and the plan of its answers."""
 
-    token_ids: Sequence[int]
+    prompt: ChatPrompt
     plan: AnswerPlan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from inspect import isawaitable
 from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
+from minisgl.images.local import address_of
 from minisgl.printable import counted
 from minisgl.text.thinking import split_whole
 
@@ -22,6 +24,7 @@ from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50
 OFF = "off"
+EXAMPLES = {"/image": "photo.jpg"}
 NUM_RECALLED_CHARS = 2000  # shown of a question and of an answer when a conversation is loaded
 
 
@@ -114,7 +117,7 @@ def _save(session: Session, rest: str) -> None:
 def _load(session: Session, rest: str) -> None:
     file = conversation_file.read(_path("/load", rest))
     system = session.conversation.system if file.system is None else file.system
-    session.conversation = Conversation(system, file.turns, file.question, file.steps)
+    session.conversation = Conversation(system, file.turns, file.question, file.steps, file.images)
     session.answers = []
     if file.sampling is not None:
         _replace_sampling(session, file.sampling)
@@ -147,7 +150,9 @@ def _end(text: str) -> str:
 
 def _path(name: str, rest: str) -> str:
     if not (typed := unquoted_argument(rest)):
-        raise CommandError(f"{name} takes the name of a file, such as {name} chat.json.")
+        raise CommandError(
+            f"{name} takes the name of a file, such as {name} {EXAMPLES.get(name, 'chat.json')}."
+        )
     return conversation_file.path_of(typed)
 
 
@@ -194,6 +199,21 @@ def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
 def _params(session: Session, rest: str) -> None:
     for line in parameters.listed(session.sampling, session.model.sampling_defaults):
         session.ui.say(line)
+
+
+def _image(session: Session, rest: str) -> None:
+    conversation, typed = session.conversation, unquoted_argument(rest)
+    if typed == OFF:
+        conversation.attached = []
+        session.ui.note("No image goes with your next message.")
+        return
+    if session.model.sees is False:
+        raise CommandError(f"{session.model.name} takes text only.")
+    path = _path("/image", rest)
+    conversation.attached.append(address_of(path))
+    name, count = os.path.basename(path), counted(len(conversation.attached), "image")
+    kilobytes = max(1, round(os.path.getsize(path) / 1000))
+    session.ui.note(f"{name} ({kilobytes:,} kB): your next message has {count}; /image off: none.")
 
 
 async def _json(session: Session, rest: str) -> None:
@@ -283,6 +303,7 @@ GROUPS = (
         "/load": Command("reads a conversation from a file", _load, "FILE"),
     },
     {
+        "/image": Command("has an image go with your next message", _image, "FILE|off"),
         "/system": Command("shows or sets the system prompt", _system, "[TEXT]"),
         "/set": Command("sets a sampling parameter, such as temperature", _set, "NAME VALUE"),
         "/params": Command("lists the sampling parameters and their values", _params),

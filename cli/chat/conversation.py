@@ -15,11 +15,12 @@ class Turn:
     answer: str  # as generated: the chat template handles the thinking in it
     num_tokens: int | None = None  # of the conversation up to here; None: unknown
     steps: Sequence[Message] = ()  # between the two: calls of tools, and their results
+    images: Sequence[str] = ()  # of the question, as `data:` addresses
 
     @property
     def messages(self) -> list[Message]:
         return [
-            {"role": "user", "content": self.question},
+            question_message(self.question, self.images),
             *self.steps,
             {"role": "assistant", "content": self.answer},
         ]
@@ -33,6 +34,8 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     question: str | None = None  # asked last and not answered
     steps: list[Message] = field(default_factory=list)  # after it
+    images: Sequence[str] = ()  # of it, as `data:` addresses
+    attached: list[str] = field(default_factory=list)  # those of the next one
     _dropped: Turn | None = None  # while its question is asked again
 
     @property
@@ -48,7 +51,7 @@ class Conversation:
         """The messages after the system prompt, including an unanswered question."""
         messages = [message for turn in self.turns for message in turn.messages]
         if self.question is not None:
-            messages += [{"role": "user", "content": self.question}, *self.steps]
+            messages += [question_message(self.question, self.images), *self.steps]
         return messages
 
     @property
@@ -58,6 +61,7 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         self.question = text
+        self.images, self.attached = tuple(self.attached), []
         self.steps = []
 
     def ask_again(self) -> bool:
@@ -67,7 +71,7 @@ class Conversation:
         """
         if self.question is None and self.turns:
             self._dropped = self.turns.pop()
-            self.question = self._dropped.question
+            self.question, self.images = self._dropped.question, self._dropped.images
         if self.open_calls:
             self.steps = []
         return self.question is not None
@@ -79,7 +83,9 @@ class Conversation:
 
     def answer(self, text: str, num_tokens: int | None = None) -> None:
         assert self.question is not None
-        self.turns.append(Turn(self.question, text, num_tokens, tuple(self.steps)))
+        self.turns.append(
+            Turn(self.question, text, num_tokens, tuple(self.steps), tuple(self.images))
+        )
         self._end_question()
 
     def give_up(self) -> bool:
@@ -101,11 +107,20 @@ class Conversation:
 
     def reset(self) -> None:
         self.turns.clear()
+        self.attached = []
         self._end_question()
 
     def _end_question(self) -> None:
         self.question = self._dropped = None
+        self.images = ()
         self.steps = []
+
+
+def question_message(text: str, images: Sequence[str] = ()) -> Message:
+    """A message of the user: the images, then the text."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    content = [*parts, {"type": "text", "text": text}] if parts else text
+    return {"role": "user", "content": content}
 
 
 def open_calls(steps: Sequence[Message]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -21,8 +21,10 @@ from .conversation import Conversation, Turn, open_calls
 from .model import Message
 
 SAVED_BY = "minisgl chat"
-MAX_BYTES = 16 << 20  # more than any context holds
+MAX_BYTES = 64 << 20  # more than any context holds
 ROLES = ("system", "user", "assistant", "tool")
+DATA = "data:image/"
+IMAGES = "images"  # of a message that was read, beside its text
 
 
 class FileError(CallerError):
@@ -39,6 +41,7 @@ class SavedConversation:
     model: str | None = None
     # After the question: calls of tools, and their results.
     steps: list[Message] = field(default_factory=list)
+    images: Sequence[str] = ()  # of the question
 
 
 def path_of(typed: str) -> str:
@@ -112,22 +115,23 @@ def read(path: str) -> SavedConversation:
     system = content.get("system")
     if messages and messages[0]["role"] == "system":
         system = messages.pop(0)["content"]
-    turns, question, steps = _turns(messages, path)
-    return SavedConversation(
-        turns, question, system, content.get("sampling"), content.get("model"), steps
+    saved = _turns(messages, path)
+    return replace(
+        saved, system=system, sampling=content.get("sampling"), model=content.get("model")
     )
 
 
-def _turns(messages: Sequence[Message], path: str) -> tuple[list[Turn], str | None, list[Message]]:
+def _turns(messages: Sequence[Message], path: str) -> SavedConversation:
     """The turns, the question that is left over, and the steps after it."""
     turns: list[Turn] = []
     question: str | None = None
+    images: Sequence[str] = ()
     steps: list[Message] = []
     for message in messages:
         waiting = [call["id"] for call in open_calls(steps)]
         match message:
-            case {"role": "user", "content": str(text)} if question is None:
-                question = text
+            case {"role": "user", "content": str(text), **others} if question is None:
+                question, images = text, tuple(others.get(IMAGES, ()))
             case {"role": "tool", "tool_call_id": call_id} if call_id in waiting:
                 steps.append(message)
             case {"role": "assistant", "tool_calls": _} if question is not None and not waiting:
@@ -135,14 +139,14 @@ def _turns(messages: Sequence[Message], path: str) -> tuple[list[Turn], str | No
             case {"role": "assistant", "content": str(text)} if (
                 question is not None and not waiting
             ):
-                turns.append(Turn(question, text, steps=tuple(steps)))
-                question, steps = None, []
+                turns.append(Turn(question, text, steps=tuple(steps), images=images))
+                question, steps, images = None, [], ()
             case _:
                 raise FileError(
                     f"{path}: after a system message, if any, user and assistant must take turns, "
                     "the user first, and each tool call needs its result."
                 )
-    return turns, question, steps
+    return SavedConversation(turns, question, steps=steps, images=images)
 
 
 def _message(message: object, where: str) -> Message:
@@ -155,9 +159,12 @@ def _message(message: object, where: str) -> Message:
     calls = message.get("tool_calls") if role == "assistant" else None
     if text is None and calls:
         text = ""
+    images: list[str] = []
+    if role == "user" and isinstance(text, list):
+        text = _parts(text, where, images)
     if not isinstance(text, str):
         raise FileError(f"{where} has a content that is no text.")
-    known: Message = {"role": role, "content": text}
+    known: Message = {"role": role, "content": text, **({IMAGES: images} if images else {})}
     if role == "tool":
         known["tool_call_id"] = message.get("tool_call_id")
     if calls:
@@ -165,6 +172,20 @@ def _message(message: object, where: str) -> Message:
         if isinstance(thinking := message.get("reasoning_content"), str):
             known["reasoning_content"] = thinking
     return known
+
+
+def _parts(parts: list[Any], where: str, images: list[str]) -> str:
+    """The text in the parts of a content, whose images are added to `images`."""
+    text = ""
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(more)}:
+                text += more
+            case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith(DATA):
+                images.append(url)
+            case _:
+                raise FileError(f"{where} has parts other than texts and images as data:image/….")
+    return text
 
 
 def _calls(calls: object, where: str) -> list[dict[str, Any]]:

@@ -64,6 +64,10 @@ class EngineModel:
         return self.adapter or self._engine.model_name
 
     @property
+    def sees(self) -> bool:
+        return not self._engine.image_refusal
+
+    @property
     def facts(self) -> Sequence[str]:
         config, capacity = self._engine.config, self._engine.capacity
         backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
@@ -111,7 +115,7 @@ class EngineModel:
         self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
         conversation = await self._chats.read(messages, rules.tools, {}, any_length=True)
-        prompt = conversation.prompt_token_ids
+        prompt = conversation.prompt.token_ids
         params = self._engine.defaults.sampling(**sampling)
         if rules.schema is not None:
             params = replace(params, structured=structured(rules.schema))
@@ -121,8 +125,11 @@ class EngineModel:
             plan = await self._chats.plan(conversation, params)
             asked = {"parser": plan.parser(), "extras": plan.extras()}
         is_parsed = bool(asked)
+        extras = list(conversation.prompt.extras)
         if self.adapter:
-            asked["extras"] = (*asked.get("extras", ()), self._engine.adapter(self.adapter))
+            extras.append(self._engine.adapter(self.adapter))
+        if extras:
+            asked["extras"] = (*asked.get("extras", ()), *extras)
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
             params = replace(params, max_tokens=None)  # the room that there is
         try:
@@ -133,7 +140,8 @@ class EngineModel:
                 f"context of {self.max_seq_len:,} has no room for an answer."
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.
-        opening = f"{OPEN}\n" if not is_parsed and self._opens_thinking(prompt) else ""
+        shown = conversation.prompt_token_ids
+        opening = f"{OPEN}\n" if not is_parsed and self._opens_thinking(shown) else ""
         num_tokens = 0
         is_broken = False  # whether a call cannot be read
         try:

@@ -75,6 +75,11 @@ class ChatModel(Protocol):
     def name(self) -> str: ...
 
     @property
+    def sees(self) -> bool | None:
+        """Whether it takes images; None: unknown."""
+        ...
+
+    @property
     def facts(self) -> Sequence[str]:
         """The parts of the banner: the model's name first, then where and how it runs."""
         ...

@@ -93,6 +93,11 @@ class ServerModel:
         return self._model.id or ""
 
     @property
+    def sees(self) -> bool | None:
+        kinds = self._model.input_modalities
+        return None if kinds is None else "image" in kinds
+
+    @property
     def facts(self) -> Sequence[str]:
         context = self._model.max_model_len
         return (

@@ -21,6 +21,7 @@ class ServedModel(msgspec.Struct):
     max_model_len: Count | None = None  # tokens of prompt and answer, from minisgl and vLLM
     vocab_size: Count | None = None  # from minisgl
     task: Name | None = None  # from minisgl: generate, embed or rerank
+    input_modalities: list[Name] | None = None  # from minisgl: text, and image
     parent: Name | None = None  # of an adapter: the model that it adapts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -12,6 +13,7 @@ from minisgl.engine.conversation import Conversation, plan_answers, read_convers
 from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.tool_use import offered
+from minisgl.images.local import with_sources
 from minisgl.request import SamplingParams
 from minisgl.text.history import ROLES, Message, fitted_history, needs_facts
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
@@ -72,6 +74,8 @@ class Chats:
     ) -> Conversation:
         """The conversation as a prompt; raises InvalidRequestError, and as `encode_chat`."""
         _check_messages(messages)
+        if any(isinstance(message.get("content"), list | tuple) for message in messages):
+            messages = await asyncio.to_thread(with_sources, messages)
         return await read_conversation(
             self._engine,
             partial(fitted_history, messages),

@@ -17,6 +17,7 @@ from minisgl.grammar.compiler import Compiled
 from minisgl.grammar.reasoning import reasoning_gate
 from minisgl.grammar.tool_grammars import headed
 from minisgl.grammar.tool_use import ToolUse
+from minisgl.images.prompt import Prompt
 from minisgl.request import StructuredOutput
 from minisgl.text.history import Message
 from minisgl.text.parsing.selection import AnswerFormat
@@ -30,9 +31,14 @@ if TYPE_CHECKING:  # it imports torch
 class Conversation:
     """A conversation under the chat template."""
 
-    prompt_token_ids: list[int]
+    prompt: Prompt  # as the engine takes it
     tools: ToolUse | None = None
     facts: TemplateFacts = field(default_factory=TemplateFacts)  # as far as they were asked for
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt in ids of the vocabulary."""
+        return self.prompt.shown_token_ids
 
 
 async def read_conversation(
@@ -49,7 +55,7 @@ async def read_conversation(
 
     fit: its messages, for a template with these facts. takes_facts: whether they depend on them.
     or_else: what else a caller can do whose tools the template leaves out.
-    Raises InvalidRequestError, and whatever `encode_chat` does.
+    Raises InvalidRequestError, and whatever `encode_conversation` does.
     """
     facts = await engine.template_facts() if takes_facts or tools is not None else TemplateFacts()
     if tools is not None:
@@ -60,8 +66,8 @@ async def read_conversation(
                 f"out as well{or_else}.",
             )
         options = {**options, "tools": tools.described}
-    prompt = await engine.encode_chat(fit(facts), any_length, **options)
-    return Conversation(prompt_token_ids=prompt, tools=tools, facts=facts)
+    prompt = await engine.encode_conversation(fit(facts), any_length, **options)
+    return Conversation(prompt=prompt, tools=tools, facts=facts)
 
 
 async def plan_answers(

@@ -56,6 +56,7 @@ class AsyncEngine:
         self.defaults = loaded.defaults
         self.model_name = loaded.model_name
         self.adapters = loaded.adapters
+        self.image_refusal = loaded.images.refusal  # why it takes no images; empty: it does
         self._runner = loaded.runner
         self._process_id = os.getpid()
         self._meter = Meter()

@@ -29,7 +29,7 @@ from minisgl.images.limits import (
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
-from minisgl.images.source import ImageSource, sources_of
+from minisgl.images.source import IMAGE_PART, ImageSource, named, sources_of
 from minisgl.parts.images.host import Pictured
 from minisgl.text.tokenizer import Tokenizer
 
@@ -79,14 +79,14 @@ class Images:
     ) -> Prompt:
         """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does."""
         sources = sources_of(messages)
-        if self._line is None:
-            if sources:
-                raise InvalidRequestError(PARAM, self._support.refusal)
-            return Prompt(await self._texts.chat(messages, any_length, options))
-        facts = await self._texts.template_facts()
-        if facts.wants_parts:
-            options = {**options, "content_in_parts": True}
-        if not sources:
+        if sources and self._line is None:
+            raise InvalidRequestError(PARAM, self._support.refusal)
+        # Only templates that know images want parts, also where the text part runs alone.
+        if IMAGE_PART in self._tokenizer.chat_template_text:
+            facts = await self._texts.template_facts()
+            if facts.wants_parts:
+                options = {**options, "content_in_parts": True}
+        if self._line is None or not sources:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
         making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
@@ -141,32 +141,34 @@ class Images:
         placeholder: Placeholder,
     ) -> list[Picture]:
         """The images of a request. One after the other, since each leaves the next less room."""
-        urls = [source.url for source in sources if source.url]
+        elsewhere = [source for source in sources if source.url]
         num_bytes = sum(len(source.data) for source in sources)
-        fetched = await _all([self._fetch(url) for url in urls])
+        fetched = await _all([self._fetch(source) for source in elsewhere])
         rest = iter(fetched)
         with self._room(num_bytes + sum(map(len, fetched))):
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                found = await self._picture(line, data, source.is_low, placeholder, room)
+                found = await self._picture(line, data, source, placeholder, room)
                 pictures.append(found[0])
                 room -= found[1]
             return pictures
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _fetch(self, source: ImageSource) -> bytes:
         async with self._fetching:
-            return await self._fetcher.fetch(url)
+            with named(source):
+                return await self._fetcher.fetch(source.url)
 
     async def _picture(
         self,
         line: WorkQueue[ImageProcessor],
         data: bytes,
-        is_low: bool,
+        source: ImageSource,
         placeholder: Placeholder,
         room: int,
     ) -> tuple[Picture, int]:
         """An image, and its pixels, of which there may be as many as `room`."""
+        is_low = source.is_low
         work = partial(digest_of, data, placeholder.fingerprint, is_low=is_low)
         digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
 
@@ -180,7 +182,7 @@ class Images:
 
         found = self._kept.get(digest)
         if found is None or found[1] > room:
-            with _told():
+            with _told(), named(source):
                 # In order of arrival: an image of many bytes takes no longer than others.
                 found = await line.run(process, 0)
         return found

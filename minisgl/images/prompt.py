@@ -19,3 +19,13 @@ class Prompt:
     token_ids: list[int]
     spans: Sequence[Span] = ()  # where the images are
     extras: list[Extra] = field(default_factory=list)
+
+    @property
+    def shown_token_ids(self) -> list[int]:
+        """The ids as clients see them: of the vocabulary, also where an image has rows."""
+        if not self.spans:
+            return self.token_ids
+        shown = [*self.token_ids]
+        for span in self.spans:
+            shown[span.start : span.end] = span.picture.token_ids
+        return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -28,6 +29,7 @@ class ImageSource:
     data: bytes = b""
     url: str = ""  # http or https; "": there are `data`
     is_low: bool = False  # it is reduced before anything else ("detail": "low")
+    field: str = PARAM  # of the request that has it
 
     @classmethod
     def of_url(cls, url: str, *, is_low: bool = False) -> ImageSource:
@@ -48,6 +50,16 @@ class ImageSource:
     def of_base64(cls, text: str, media_type: str, *, is_low: bool = False) -> ImageSource:
         """The image that a text in base64 has. Raises InvalidRequestError."""
         return cls(_decoded(text, media_type), is_low=is_low)
+
+
+@contextmanager
+def named(source: ImageSource) -> Iterator[None]:
+    """Errors about an image name its field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = source.field
+        raise
 
 
 def sources_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageSource]:

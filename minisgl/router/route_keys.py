@@ -3,7 +3,7 @@
 No tokenizer is needed: requests whose bodies begin alike have prompts that begin alike. What comes
 first in a rendered prompt comes first in the key, and a conversation's next request begins with all
 of this one. What each message has in common with all others is left out, because it is cached
-nowhere.
+nowhere. Of an image in the body the key has a digest, so that it has what follows, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ FRAME = re.compile(rb'"(?:role|content|type|text)"\s*:\s*|"(?:text|message|input
 # Claude Code puts a line with a number of the request in front of its system prompt, which servers
 # leave out.
 NONCE = re.compile(rb'"x-anthropic-billing-header[^"]*"')
+# What a string begins with that has an image, or something else in base64. Long ones are looked at.
+IN_BASE64 = re.compile(rb"[A-Za-z0-9+/=:;,.-]*")
+MIN_IMAGE_BYTES = 512
 NONE = Raw(b"")
 
 
@@ -101,8 +104,25 @@ def route_key(path: str, body: bytes, client: str) -> bytes | None:
         return None
     system = NONCE.sub(b"", bytes(prompt.system)[:MAX_KEY_BYTES])
     parts = (prompt.tools, system, prompt.instructions, prompt.messages, prompt.input)
-    said = b"".join(FRAME.sub(b"", bytes(part)[:MAX_KEY_BYTES]) for part in parts)
+    said = b"".join(FRAME.sub(b"", _beginning(bytes(part))) for part in parts)
     # Adapters have caches of their own. A whole name would count as a prefix in common.
     model = blake2b(bytes(prompt.model), digest_size=4).digest()
     salt = bytes(prompt.cache_salt) + bytes(prompt.extra_key)
     return b"\0".join((client.encode(), salt, model + said + bytes(prompt.prompt)))
+
+
+def _beginning(part: bytes) -> bytes:
+    """As much of a part as a key takes, with digests of its images. O(part), mostly in C."""
+    if b"base64" not in part:
+        return part[:MAX_KEY_BYTES]
+    pieces: list[bytes] = []
+    length = start = 0
+    while start < len(part) and length < MAX_KEY_BYTES:
+        end = part.find(b'"', start) + 1 or len(part)
+        piece = part[start:end]
+        if IN_BASE64.fullmatch(piece, 0, MIN_IMAGE_BYTES) and len(piece) > MIN_IMAGE_BYTES:
+            piece = blake2b(piece).hexdigest().encode()  # longer than prefixes that count as equal
+        pieces.append(piece)
+        length += len(piece)
+        start = end
+    return b"".join(pieces)[:MAX_KEY_BYTES]

@@ -15,7 +15,7 @@ from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 server_option = partial(option, group="Server")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 BOTH = "both"
-IMAGES = ("refuse", "placeholder")
+IMAGES = ("see", "refuse", "placeholder")
 # A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
 PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
@@ -74,8 +74,9 @@ class ServerConfig:
         False, "Read control tokens that users and results of tools spell; otherwise they are text."
     )
     images: str = server_option(
-        "refuse",
-        "What becomes of images: refuse (the request is a 400) or placeholder (a text says so).",
+        "see",
+        "What becomes of images: see (if the model does), refuse (the request is a 400) or "
+        "placeholder (a text says so).",
         choices=IMAGES,
     )
     tool_parser: str = server_option(

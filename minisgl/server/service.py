@@ -41,6 +41,7 @@ class Service:
         return Reading(
             control_tokens_in_text=config.control_tokens_in_text,
             images=cast("Images", config.images),  # which checks it
+            refusal=self.state.engine().image_refusal,
             form=self.state.answer_format.messages,
         )
 

@@ -84,7 +84,7 @@ UNKNOWN = TemplateFacts(
 
 def probe(render: Render) -> TemplateFacts:
     """The facts of the template that `render` renders with."""
-    endless, renders = False, False
+    endless, renders, wants_parts = False, False, False
 
     def text_of(messages: Sequence[Message], **options: Any) -> str:
         """The text, "" where the template refuses, and once it has not ended."""
@@ -92,7 +92,8 @@ def probe(render: Render) -> TemplateFacts:
         if endless:
             return ""
         try:
-            text = render(messages, options)
+            in_parts = {"content_in_parts": True} if wants_parts else {}
+            text = render(messages, {**options, **in_parts})
             renders = True
             return text
         except EndlessTemplateError:
@@ -103,6 +104,11 @@ def probe(render: Render) -> TemplateFacts:
 
     question = {"role": "user", "content": QUESTION}
     plain = text_of([question])
+    if QUESTION not in plain:
+        wants_parts = True
+        in_parts = text_of([question])
+        wants_parts = QUESTION in in_parts
+        plain = in_parts if wants_parts else plain
 
     def with_calls(
         given: tuple[object, str], *names: str, one_each: bool = False, said: Message = NOTHING
@@ -179,7 +185,6 @@ def probe(render: Render) -> TemplateFacts:
         leaves_out_text=VALUE in said and said.count(TEXT) < num_said,
         takes_one_text=THOUGHT in thought and not both,
         takes_one_call=takes_each and not takes_two,
-        wants_parts=QUESTION not in plain
-        and QUESTION in text_of([question], content_in_parts=True),
+        wants_parts=wants_parts,
     )
     return facts if renders else UNKNOWN

@@ -8,10 +8,12 @@ import re
 import resource
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.forked_programs import minisgl
@@ -21,8 +23,10 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl_cli import batch_file
 from minisgl_cli.batch import BatchConfig, _answer_all
-from minisgl_cli.batch_file import BatchRequest, OutputError, answers_in
+from minisgl_cli.batch_file import BatchRequest, Failure, OutputError, Response, answers_in
+from minisgl_cli.batch_images import with_images
 
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
 
@@ -108,6 +112,53 @@ def test_lines_name_the_adapters_that_answer_them(tmp_path: Path) -> None:
     assert len(kinds) == 2
     assert found["prose"]["status_code"] == 404
     assert found["prose"]["body"]["error"]["message"].endswith("; adapters: poems.")
+
+
+async def test_images_of_a_batch_may_be_paths_below_a_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "images", tmp_path / "secret.png"
+    (folder / "of").mkdir(parents=True)
+    (folder / "of/cat.png").write_bytes(PNG)
+    (folder / "text.png").write_text("a text")
+    outside.write_bytes(PNG)
+    (folder / "link.png").symlink_to(outside)
+    asked: list[bytes] = []
+
+    async def post(request: BatchRequest) -> Response | Failure:
+        asked.append(request.body)
+        return Response(200, "id", msgspec.Raw(b"{}"))
+
+    def body(url: str) -> bytes:
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        content = [{"type": "text", "text": "image_url"}, part]
+        return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+
+    async def answer_to(data: bytes) -> Response | Failure:
+        return await with_images(post, folder)(BatchRequest("a", CHAT, data))
+
+    url = f"data:image/png;base64,{b64encode(PNG).decode()}"
+    for given in ("of/cat.png", str(folder / "of/cat.png"), "of/../of/cat.png", url):
+        await answer_to(body(given))
+        assert json.loads(asked.pop()) == json.loads(body(url))
+    for elsewhere in ("https://a/b.png", "HTTP://a"):  # the server says what it thinks of these
+        await answer_to(body(elsewhere))
+        assert json.loads(asked.pop()) == json.loads(body(elsewhere))
+    for odd in (b'{"image_url": 5}', b'["image_url"]', b'{"messages": ["image_url", {}]}', b"{}"):
+        await answer_to(odd)
+        assert json.loads(asked.pop()) == json.loads(odd)
+    for given, words in (
+        ("../secret.png", "is not below the folder of --image-folder"),
+        (str(outside), "is not below the folder"),
+        ("link.png", "is not below the folder"),
+        ("text.png", "is not an image; allowed: PNG"),
+        ("none.png", "cannot be read: No such file"),
+        ("file:///etc/passwd", "cannot be read"),
+        ("\0", "is not the path of a file"),
+    ):
+        failed = await answer_to(body(given))
+        assert isinstance(failed, Failure) and words in failed.message, failed
+    assert asked == []
+    with pytest.raises(ConfigError, match="--image-folder"):
+        BatchConfig(image_folder=str(outside))
 
 
 def test_a_second_run_asks_only_what_has_no_final_answer(tmp_path: Path) -> None:

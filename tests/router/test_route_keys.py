@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from minisgl.router.route_keys import CACHED_PATHS, RESPONSES, holder_of, route_key
-from minisgl.router.table import BLOCK_BYTES
+from minisgl.router.table import BLOCK_BYTES, MAX_KEY_BYTES
 
 SYSTEM = "You are a helpful assistant."
 FIRST = {"role": "user", "content": 'What is "the capital" of France?'}
@@ -49,6 +51,48 @@ def test_the_next_request_of_a_conversation_begins_with_the_last(
     assert b"capital" in first
     another = key(path, {**more, field: [{**FIRST, "content": "Something else."}]})
     assert num_common(first, another) < len(first) - len(FIRST["content"])
+
+
+def image(data: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    spelled = b64encode(data).decode()
+    return {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": spelled},
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "part"), [("/v1/chat/completions", image), ("/v1/messages", block)]
+)
+@pytest.mark.parametrize("size", [600, 3 * MAX_KEY_BYTES])
+def test_an_image_counts_by_its_digest_so_that_what_follows_it_counts_as_well(
+    path: str, part: Callable[[bytes], dict[str, Any]], size: int
+) -> None:
+    def said(data: bytes, text: str, *more: dict[str, Any]) -> bytes:
+        content = [part(data), {"type": "text", "text": text}]
+        return key(path, {"messages": [{"role": "user", "content": content}, *more]})
+
+    red, blue = bytes(size), b"x" + bytes(size)
+    first, later = said(red, NAMED), said(red, NAMED, ANSWER, SECOND)
+    assert len(later) < 1000
+    assert num_common(first, later) >= len(first) - 5
+    assert num_common(first, said(red, "Something else.")) >= len(first) - len(NAMED) - 5
+    assert num_common(first, said(blue, NAMED)) < len(first) - len(NAMED) - BLOCK_BYTES
+    # Also beside an image that another request has before it.
+    both = key(path, {"messages": [{"role": "user", "content": [part(red), part(blue)]}]})
+    assert num_common(first, both) > BLOCK_BYTES and len(both) < 1000
+
+
+def test_a_long_text_beside_an_image_is_no_image() -> None:
+    text = "\u4f60\u597d" * 1000
+    content = [image(bytes(9)), {"type": "text", "text": text}]
+    found = key("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+    assert len(found) > 12 * len(text) // 2
 
 
 @pytest.mark.parametrize("prompt", [NAMED, [NAMED, "x"], [70, 71, 72, 73, 74, 75]])

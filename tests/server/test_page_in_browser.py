@@ -6,20 +6,25 @@ One browser, and one server for most. A page's own context keeps the tests apart
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import time
 import unicodedata
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from support.browser import EXECUTABLE, PageEngine, browser, grave_faults, opened
 from support.fake_engine import FakeEngine
 from support.http_server import serving_process, wait_for_health
+from support.image_checkpoints import colourful, encoded
+from support.seeing_engine import PAD, SeeingEngine, seeing_engine
 from support.serving import Served, served
 
 from minisgl.kvcache.snapshots import SnapshotStats
@@ -59,6 +64,14 @@ def f(x):  # a comment
 
 The end."""
 
+# Gives a file to an element as the clipboard or the mouse do.
+GIVE_FILE = """([event, place, holder, bytes]) => {
+    const data = new DataTransfer();
+    data.items.add(new File([Uint8Array.from(bytes)], `${event}.png`, { type: "image/png" }));
+    const given = new Event(event, { bubbles: true, cancelable: true });
+    Object.defineProperty(given, holder, { value: data });
+    document.querySelector(place).dispatchEvent(given);
+}"""
 HOSTILE = (
     """\
 <script>window.hacked = 1</script> <img src=x onerror="window.hacked = 1">
@@ -519,11 +532,11 @@ def test_an_answer_that_was_cut_goes_on_where_it_ended(page: Page, engine: PageE
 
 
 def test_text_files_go_with_a_question(page: Page, engine: PageEngine, tmp_path: Path) -> None:
-    notes, picture = tmp_path / "notes.md", tmp_path / "picture.png"
+    notes, picture = tmp_path / "notes.md", tmp_path / "picture.bin"
     notes.write_text("# Grün\n```\ncode\n```\n")
     picture.write_bytes(b"\x89PNG\x00\xff")
     page.locator("#attachments").set_input_files([notes, picture])
-    expect(page.locator("#banner")).to_contain_text("picture.png is no text")
+    expect(page.locator("#banner")).to_contain_text("picture.bin is no text")
     expect(page.locator("#attached")).to_contain_text("notes.md · 20 characters")
     page.locator("#attachments").set_input_files(tmp_path / "notes.md")
     page.get_by_role("button", name="Remove notes.md").last.click()
@@ -537,6 +550,88 @@ def test_text_files_go_with_a_question(page: Page, engine: PageEngine, tmp_path:
     expect(page.locator(".question > div:first-child")).to_have_text("What is it?")
     page.get_by_title("Edit").click()
     expect(page.locator("#attached")).to_contain_text("notes.md")
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Served[SeeingEngine]]:
+    with served(seeing_engine) as found:
+        yield found
+
+
+def photo(width: int, height: int) -> bytes:
+    """A PNG that does not compress."""
+    return encoded(colourful(width, height))
+
+
+def test_images_go_with_a_question(
+    chromium: Browser, seeing: Served[SeeingEngine], tmp_path: Path
+) -> None:
+    """Pasted, dropped and chosen; small ones as they are, large ones made smaller."""
+    engine, small = seeing.engine, photo(60, 40)
+    url = f"data:image/png;base64,{b64encode(small).decode()}"
+    engine.answers = ["I see."]
+    with opened(chromium, seeing.url) as page:
+        expect(page.get_by_title("Attach images and text files")).to_be_visible()
+        file = [{"name": "cat.png", "mimeType": "image/png", "buffer": small}]
+        page.locator("#attachments").set_input_files(file)
+        preview = page.locator("#attached img")
+        expect(preview).to_have_attribute("src", url)
+        expect(page.locator("#attached")).to_contain_text("cat.png · ")
+        for event, place, holder in (
+            ("paste", "#prompt", "clipboardData"),
+            ("drop", "#chat", "dataTransfer"),
+        ):
+            page.evaluate(GIVE_FILE, [event, place, holder, [*small]])
+        expect(preview).to_have_count(3)
+        assert grave_faults(page, "#composer") == []
+        page.get_by_role("button", name="Remove cat.png").first.click()
+        page.get_by_role("button", name="Remove drop.png").click()
+        expect(preview).to_have_count(1)
+        ask(page, "What is it?")
+        answered(page)
+        assert [source.data for source in engine.sources[-1]] == [small]
+        assert f"user\n{PAD}What is it?<|im_end|>" in engine.texts[-1]
+        expect(page.get_by_role("img", name="paste.png")).to_be_visible()
+        expect(page.locator("#attached")).to_be_hidden()
+        assert grave_faults(page, "#log") == []
+        large = photo(2000, 1000)
+        file = [{"name": "large.png", "mimeType": "image/png", "buffer": large}]
+        page.locator("#attachments").set_input_files(file)
+        expect(preview).to_have_count(1)
+        page.get_by_role("button", name="Send", exact=True).click()
+        answered(page, 2)
+        # The conversation keeps the first one.
+        first, second = engine.sources[-1]
+        reduced = Image.open(io.BytesIO(second.data))
+        assert first.data == small and (reduced.format, reduced.size) == ("JPEG", (1536, 768))
+        page.reload()
+        expect(page.get_by_role("img", name="large.png")).to_be_visible()
+        page.get_by_title("Edit").first.click()
+        expect(preview).to_have_attribute("src", url)
+        page.keyboard.press("Escape")
+        page.get_by_title("More").first.click()
+        with page.expect_download() as downloading:
+            page.get_by_text("Export as a file").click()
+        saved = tmp_path / "chat.json"
+        downloading.value.save_as(saved)
+        assert conversation_file.read(str(saved)).turns[0].images == [url]
+        page.evaluate("localStorage.clear()")
+        page.reload()
+        page.locator("#file").set_input_files(saved)
+        expect(page.get_by_role("img", name="image 1").first).to_have_attribute("src", url)
+        broken = [{"name": "broken.png", "mimeType": "image/png", "buffer": small[:40]}]
+        page.locator("#attachments").set_input_files(broken)
+        expect(page.locator("#banner")).to_contain_text("broken.png cannot be read as an image")
+
+
+def test_a_model_that_takes_text_only_gets_no_images(page: Page) -> None:
+    expect(page.get_by_title("Attach text files")).to_be_visible()
+    file: Any = {"name": "cat.png", "mimeType": "image/png", "buffer": photo(9, 9)}
+    page.locator("#attachments").set_input_files(file)
+    expect(page.locator("#banner")).to_contain_text(
+        "cat.png cannot be attached: this model takes text only"
+    )
+    expect(page.locator("#attached")).to_be_hidden()
 
 
 def test_a_file_whose_encoding_is_guessed_goes_with_a_question(

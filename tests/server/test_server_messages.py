@@ -651,7 +651,7 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ),
         (
             {"messages": block("image", **IMAGE)},
-            "messages.1.content.1.type: cannot be 'image', because images are not",
+            "messages.1.content.1.type: cannot be an image, because this model",
         ),
         (
             {"messages": block("document", source={"type": "base64", "data": "AA=="})},
@@ -659,7 +659,7 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ),
         (
             {"messages": block("tool_result", tool_use_id="a", content=[text("a"), IMAGE])},
-            "messages.1.content.1.content.1.type: cannot be 'image', because images are not",
+            "messages.1.content.1.content.1.type: cannot be an image, because this model",
         ),
         (
             {"messages": block("tool_use", id="a", name="f", input={})},

@@ -1121,7 +1121,7 @@ def test_errors_say_what_to_send_instead(client: openai.OpenAI) -> None:
     for fields, words in (
         ({"conversation": "conv_1"}, "whole conversation in input"),
         ({"background": True}, "stream: true"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images are not"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             client.responses.create(**{**asked, **fields})

@@ -30,6 +30,7 @@ from minisgl.errors import (
     QueueFullError,
 )
 from minisgl.grammar.compiler import Compiled
+from minisgl.images.prompt import Prompt
 from minisgl.request import (
     EVERYONE,
     Extra,
@@ -242,6 +243,7 @@ class FakeEngine:
     vocab_size = VOCAB_SIZE
     tokenizer = FakeTokenizer()
     defaults = FakeDefaults()
+    image_refusal = "this model takes text only"
 
     def __init__(
         self,
@@ -297,6 +299,15 @@ class FakeEngine:
         self.template_options = msgspec.json.decode(encode_call(template_options))
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return list(text.encode())
+
+    async def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
+    ) -> Prompt:
+        return Prompt(await self.encode_chat(messages, any_length, **template_options))
 
     async def template_facts(self) -> TemplateFacts:
         return TemplateFacts()

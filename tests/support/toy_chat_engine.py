@@ -11,6 +11,7 @@ from typing import Any
 
 from minisgl.config import Capacity
 from minisgl.errors import ContextLengthError, InvalidRequestError
+from minisgl.images.prompt import Prompt
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 
 PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
@@ -83,6 +84,11 @@ class FakeEngine:
 
     async def encode_chat(self, messages: Sequence[dict[str, str]], any_length: bool) -> list[int]:
         return await asyncio.to_thread(self.tokenizer.chat, messages)
+
+    async def encode_conversation(
+        self, messages: Sequence[dict[str, str]], any_length: bool
+    ) -> Prompt:
+        return Prompt(await self.encode_chat(messages, any_length))
 
     def adapter(self, name: str) -> Any:
         return self.adapters[name]

@@ -43,6 +43,10 @@ TEXT_OF_FIRST_CALLS = (  # as of DeepSeek-R1
     "{% set ns.called = true %}{{ call.function.name }}"
     "({{ call.function.arguments.items() | list }}){% endfor %}{% endfor %}"
 )
+IN_PARTS = (  # as of Llava
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content if part.type == 'text' %}"
+    "{{ part.text }}{% endfor %}\n{% endfor %}"
+)
 THINKING = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
 
 
@@ -103,6 +107,7 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
     ("template", "facts"),
     [
         (MESSAGES, {"takes_results": False, **ALL_SYSTEMS}),
+        (IN_PARTS, {"wants_parts": True, **ALL_SYSTEMS}),
         (TOOLS + MESSAGES, {"offers_tools": True, **ALL_SYSTEMS}),
         (
             TOOLS + OBJECT_CALLS,

@@ -39,6 +39,7 @@ function showHead() {
 	$("more").hidden = !chat.messages.length;
 	$("title").readOnly = isServer || !chat.messages.length;
 	document.title = `${$("title").value || "New conversation"} · minisgl`;
+	$("attach").title = seesImages() ? "Attach images and text files" : "Attach text files";
 	const { system, sampling, thinking, schema, tools } = chat;
 	const chosen = [system && "system prompt", ...Object.keys(sampling), thinking && `thinking ${thinking}`, schema && "JSON", tools && "tools"];
 	$("chosen").textContent = chosen.filter(Boolean).join(" · ");

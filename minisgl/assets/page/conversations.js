@@ -51,14 +51,15 @@ const isText = value => typeof value === "string";
 
 /** A message that a file has, with nothing but what this page knows. Throws an Error for people. */
 function readMessage(message) {
-	const { role, content, tool_calls, tool_call_id, reasoning_content, files, stats, ended, error, branches } = message ?? {};
+	const { role, tool_calls, tool_call_id, reasoning_content, stats, ended, error, branches } = message ?? {};
+	const { content, files } = role === "user" && Array.isArray(message.content) ? fromParts(message.content) : message ?? {};
 	const calls = Array.isArray(tool_calls) ? tool_calls.map(({ id, function: { name, arguments: text } }) => ({ id: `${id}`, type: "function", function: { name: `${name}`, arguments: text } })) : undefined;
 	if (!["system", "user", "assistant", "tool"].includes(role) || !isText(content) || !(calls ?? []).every(call => isText(call.function.arguments))) throw new Error("it has no list of messages as a chat writes it");
 	const read = { role, content, tool_calls: calls, tool_call_id };
 	if (isText(reasoning_content)) read.reasoning_content = reasoning_content;
 	if (isText(ended)) read.ended = ended;
 	if (isText(error)) read.error = error;
-	if (Array.isArray(files)) read.files = files.map(({ name, text }) => ({ name: `${name}`, text: `${text}` }));
+	if (Array.isArray(files)) read.files = files.map(({ name, text, url }) => ({ name: `${name}`, ...(isImage(url) ? { url } : { text: `${text}` }) }));
 	if (stats) read.stats = Object.fromEntries(Object.entries(stats).filter(([, value]) => typeof value === "number"));
 	if (Array.isArray(branches) && branches.filter(branch => branch === null).length === 1) read.branches = branches.map(branch => branch && branch.map(readMessage));
 	// `minisgl chat` leaves thinking in the answer.

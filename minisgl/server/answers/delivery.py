@@ -54,13 +54,13 @@ class ReplyResponse(ABC):
                 job = choice.job
                 id = f"{self._reply.id}-{job.index}"
                 stream = self._engine.submit(
-                    job.prompt_token_ids,
+                    job.submitted,
                     job.params,
                     request_id=id,
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
                     parser=job.parser,
-                    extras=(*job.extras, *job.adapter),
+                    extras=(*job.extras, *job.prompt_extras),
                 )
                 streams.append(stream)
                 await turn.share()

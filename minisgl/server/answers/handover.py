@@ -76,11 +76,11 @@ class Handover:
         id = f"{request_id(scope)}-prefill"
         offers = (
             self._engine.offer_pages(
-                job.prompt_token_ids,
+                job.submitted,
                 request_id=f"{id}-{index}",
                 cache_salt=job.cache_salt,
                 tenant=job.tenant,
-                extras=job.adapter,
+                extras=job.prompt_extras,
             )
             for index, job in enumerate(jobs)
         )
@@ -102,10 +102,10 @@ class Handover:
         fetches = (
             self._engine.fetch_pages(
                 address,
-                job.prompt_token_ids,
+                job.submitted,
                 cache_salt=job.cache_salt,
                 tenant=job.tenant,
-                extras=job.adapter,
+                extras=job.prompt_extras,
             )
             for job in jobs
         )

@@ -35,9 +35,15 @@ class GenerationJob:
     cache_salt: str | None = None
     tenant: Tenant = EVERYONE
     extras: Sequence[Extra] = ()  # of this answer alone, as is the parser
-    adapter: Sequence[Extra] = ()  # of its prompt, too; empty for the model itself
+    prompt_extras: Sequence[Extra] = ()  # of its prompt, too: an adapter, images
+    prompt_keys: Sequence[int] | None = None  # the prompt as the engine takes it, if it has images
     parser: AnswerParser | None = None
     style: AnswerStyle | None = None  # of an answer that is parsed
+
+    @property
+    def submitted(self) -> Sequence[int]:
+        """The prompt as the engine takes it."""
+        return self.prompt_token_ids if self.prompt_keys is None else self.prompt_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,25 @@ def fitted_prompts(
     return found
 
 
+def refuse_with_images(body: ChatRequest) -> None:
+    """Raise InvalidRequestError for what a prompt with images cannot have."""
+    for name in ("truncate_prompt_tokens", "prompt_logprobs"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(name, "is not supported for messages with images.")
+
+
 def jobs_of(
     body: ChatRequest | CompletionRequest,
     prompts: Sequence[FittedPrompt],
     echoes: Sequence[str | None],
     tenant: Tenant,
     plan: AnswerPlan,
-    adapter: Sequence[Extra],
+    prompt_extras: Sequence[Extra],
     style: AnswerStyle | None = None,
+    keys: Sequence[int] | None = None,
 ) -> list[GenerationJob]:
-    """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt. adapter: of
-    all, among their extras."""
+    """The jobs of `body`: `n` of each prompt, in order. echoes: one for each prompt. prompt_extras:
+    of all. keys: of the only prompt, where it has images."""
 
     def params_of(params: SamplingParams, k: int) -> SamplingParams:
         if k and not body.scores_each_prompt:
@@ -107,6 +121,7 @@ def jobs_of(
             index=index * body.num_choices + k,
             k=k,
             prompt_token_ids=prompt.token_ids,
+            prompt_keys=keys,
             params=params_of(prompt.params, k),
             echo=echo,
             cache_salt=body.salt,
@@ -115,7 +130,7 @@ def jobs_of(
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
             extras=plan.extras(),
-            adapter=adapter,
+            prompt_extras=prompt_extras,
             parser=plan.parser(),
             style=style,
         )

@@ -66,6 +66,12 @@ async def metrics_history(service: Service, request: Request) -> Response:
     return json_response(MetricsHistory(SECONDS, {"": service.state.history.samples()}))
 
 
+def _sees(service: Service) -> bool:
+    """Whether images in messages are looked at."""
+    config, engine = service.state.config, service.state.engine()
+    return not engine.image_refusal and config.images == "see" and engine.vectors.task == "generate"
+
+
 def _model(service: Service, name: str) -> answer_types.Model:
     engine, base = service.state.engine(), service.state.model_names()[0]
     return answer_types.Model(
@@ -75,6 +81,7 @@ def _model(service: Service, name: str) -> answer_types.Model:
         max_model_len=engine.capacity.max_seq_len,
         vocab_size=engine.vocab_size,
         task=engine.vectors.task,
+        input_modalities=["text", "image"] if _sees(service) else ["text"],
         root=base,
         parent=base if name in engine.adapters else None,
     )

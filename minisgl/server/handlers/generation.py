@@ -16,7 +16,12 @@ from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
-from minisgl.server.answers.jobs import GenerationJob, fitted_prompts, jobs_of
+from minisgl.server.answers.jobs import (
+    GenerationJob,
+    fitted_prompts,
+    jobs_of,
+    refuse_with_images,
+)
 from minisgl.server.answers.plan import conversation_of, plan_chat, plan_completion, style_of
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages.answer_types import TokenCount
@@ -101,7 +106,7 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
     history = History(service.store, asked.client)
     items = history.conversation(body)
     tools = ToolBox(body.tools or ())
-    chat = chat_of(body, items, tools, images=body.images or service.reading.images)
+    chat = chat_of(body, items, tools)
     if left_out := chat.left_out:
         kinds = {kind if kind in HOSTED else "others" for kind in left_out}
         logger.info(
@@ -198,7 +203,6 @@ async def _translated(service: Service, asked: Asked[Any], body: Prompt) -> Tran
         system_anywhere=body.has_late_system
         and (await asked.engine.template_facts()).system_anywhere,
         can_think=service.state.answer_format.reasoning is not None,
-        images=body.images or service.reading.images,
     )
     if chat.left_out:
         logger.info(
@@ -233,10 +237,14 @@ async def _chat_jobs(
         service.state.answer_format,
     )
     style = style_of(plan, body, conversation, config, service.metrics.count_tool_call)
-    prompts = [conversation.prompt_token_ids]
+    prompt, keys = conversation.prompt, None
+    if prompt.spans:
+        keys = prompt.token_ids
+        refuse_with_images(body)
+    prompts = [prompt.shown_token_ids]
     fitting = fitted_prompts(engine, body, prompts, clamp=clamp or config.clamp_max_tokens)
-    tenant = body.tenant(asked.client)
-    return plan, jobs_of(body, fitting, [body.echoed], tenant, plan, asked.adapter, style)
+    tenant, extras = body.tenant(asked.client), (*asked.adapter, *prompt.extras)
+    return plan, jobs_of(body, fitting, [body.echoed], tenant, plan, extras, style, keys)
 
 
 def _answer(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tool_grammars import CUSTOM_ARGUMENT
+from minisgl.images.source import IMAGE_PART, ImageSource
 from minisgl.server.requests.described import Unsupported
 from minisgl.text.history import Role
 from minisgl.text.rendering import TEXT_ARGUMENT
@@ -32,7 +33,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NO_FACTS = TemplateFacts()
 
-Images: TypeAlias = Literal["refuse", "placeholder"]
+Images: TypeAlias = Literal["see", "refuse", "placeholder"]
+Detail: TypeAlias = Literal["auto", "low", "high"]
+SEEING_ROLES = ("user", "tool")  # whose messages may have images
+TEXT_ONLY = "this model takes text only"
 IMAGE_TEXT = "[Here is an image, which this model cannot see.]"
 
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
@@ -48,27 +52,17 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     text: str
 
 
+class ImageAddress(Struct):
+    url: str
+    detail: Detail | None = None  # low: it is reduced; others: as the checkpoint has it
+
+
 class ImagePart(Struct, tag_field="type", tag="image_url"):
-    """An image, which is not looked at."""
+    """An image. What has no address can only become a text."""
 
-    @property
-    def text(self) -> str:
-        """What the model sees in its place."""
-        return IMAGE_TEXT
+    image_url: ImageAddress | None = None
 
-
-def image_text(images: Images, path: str, kind: str) -> str:
-    """The text in place of an image at `path`, which is of the type `kind`.
-
-    Raises InvalidRequestError where images are refused.
-    """
-    if images == "refuse":
-        raise InvalidRequestError(
-            f"{path}.type",
-            f'cannot be {kind!r}, because images are not supported; with images: "placeholder" a '
-            "text takes their place.",
-        )
-    return IMAGE_TEXT
+    text: ClassVar[str] = ""  # beside the texts of other parts it adds none
 
 
 class CalledFunction(Struct):
@@ -134,8 +128,36 @@ class Fitting:
     """How messages are fitted to the chat template."""
 
     facts: TemplateFacts
-    images: Images = "refuse"
+    images: Images = "see"
+    refusal: str = TEXT_ONLY  # why the model takes no images; empty: it does
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
+
+    def seen(self, part: ImagePart, role: Role, path: str) -> ImageSource | None:
+        """The image of a part at `path`; None where a text takes its place.
+
+        Raises InvalidRequestError.
+        """
+        if self.images == "placeholder":
+            return None
+        off = "this server refuses them" if self.images == "refuse" else ""
+        if refusal := self.refusal or off:
+            raise InvalidRequestError(
+                f"{path}.type",
+                f'cannot be an image, because {refusal.rstrip(".")}; with images: "placeholder" '
+                "a text takes its place.",
+            )
+        if role not in SEEING_ROLES:
+            raise InvalidRequestError(
+                f"{path}.type",
+                "cannot be an image here: only messages of the user and results of tools have any.",
+            )
+        address = part.image_url or ImageAddress("")
+        try:
+            source = ImageSource.of_url(address.url, is_low=address.detail == "low")
+        except InvalidRequestError as error:
+            error.param = f"{path}.image_url"
+            raise
+        return replace(source, field=f"{path}.image_url")
 
 
 class Message(Struct):
@@ -153,8 +175,7 @@ class Message(Struct):
     refusal: str | None = None  # the text of an assistant that refused, in place of content
 
     def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
-        self._check_images(path, fitting.images)
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        message: dict[str, Any] = {"role": self.role, "content": self._content(path, fitting)}
         if self.name is not None:
             message["name"] = self.name
         if self.role == "assistant":
@@ -191,11 +212,26 @@ class Message(Struct):
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return text + (self.refusal or "")
 
-    def _check_images(self, path: str, images: Images) -> None:
-        if isinstance(self.content, list):
-            for index, part in enumerate(self.content):
-                if isinstance(part, ImagePart):
-                    image_text(images, f"{path}.content.{index}", "image_url")
+    def _content(self, path: str, fitting: Fitting) -> str | list[dict[str, Any]]:
+        """Its text; with images its texts and images, in their order."""
+        if not isinstance(self.content, list):
+            return self.text
+        parts: list[dict[str, Any]] = []
+        for index, part in enumerate(self.content):
+            text = part.text
+            if isinstance(part, ImagePart):
+                source = fitting.seen(part, self.role, f"{path}.content.{index}")
+                if source is not None:
+                    parts.append({"type": IMAGE_PART, "source": source})
+                    continue
+                text = IMAGE_TEXT
+            if not parts or parts[-1]["type"] == IMAGE_PART:
+                parts.append({"type": "text", "text": ""})
+            parts[-1]["text"] += text
+        parts = [part for part in parts if part["type"] == IMAGE_PART or part["text"]]
+        if any(part["type"] == IMAGE_PART for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts) + (self.refusal or "")
 
     def _check_said(self, path: str) -> None:
         """Raise InvalidRequestError for what only the assistant has, or an empty message."""

@@ -379,8 +379,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Read control tokens that messages spell; otherwise they are text. Default: the option
     --control-tokens-in-text. Example: `false`"""
     images: Images | None = None
-    """What becomes of images, which the model cannot see. Default: the option --images. Example:
-    `"placeholder"`"""
+    """What becomes of images. Default: the option --images. Example: `"placeholder"`"""
     echo: bool | None = None
     """Begin the answer with the prompt. Default: false. Example: `true`"""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_PARTS, NO_FACTS, Fitting, Images
+from minisgl.server.requests.chat_messages import MAX_PARTS, NO_FACTS, TEXT_ONLY, Fitting, Images
 from minisgl.server.requests.request_types import ChatRequest, TokenizeRequest
 from minisgl.text.history import fitted_history
 from minisgl.text.parsing.formats import MessageFormat
@@ -29,7 +29,8 @@ class Reading:
     """How messages are read, where a request does not say it itself."""
 
     control_tokens_in_text: bool = False  # a text that spells a control token becomes that token
-    images: Images = "refuse"
+    images: Images = "see"
+    refusal: str = TEXT_ONLY  # why the model takes no images; empty: it does
     form: MessageFormat | None = None  # of the model's answers
 
 
@@ -50,7 +51,7 @@ def template_messages(
         raise InvalidRequestError(
             "messages", f"must have at most {MAX_PARTS} content parts in all."
         )
-    fitting = Fitting(facts, body.images or reading.images)
+    fitting = Fitting(facts, body.images or reading.images, reading.refusal)
     fitted = [
         message.for_template(f"messages.{index}", fitting) for index, message in enumerate(messages)
     ]

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from minisgl.errors import ContextLengthError, InvalidRequestError
-from minisgl.server.requests.chat_messages import Images, Message, ToolCall
+from minisgl.server.requests.chat_messages import (
+    ContentPart,
+    Detail,
+    ImageAddress,
+    ImagePart,
+    Images,
+    Message,
+    RefusalPart,
+    ToolCall,
+)
 from minisgl.server.requests.described import Unsupported, takes
 from minisgl.server.requests.request_types import ChatRequest, CommonFields, Off
 from minisgl.text.history import Role
@@ -32,13 +41,42 @@ class TranslatedFields(CommonFields, kw_only=True):
     return_token_ids: Off = None
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in a message, and the client's fields that have it and its address."""
+
+    part: ImagePart
+    path: str
+    address_path: str
+
+    @classmethod
+    def at(cls, path: str, name: str, url: str | None, detail: Detail | None = None) -> PlacedImage:
+        """name: of the field below `path` that has the address."""
+        address = None if url is None else ImageAddress(url, detail)
+        return cls(ImagePart(address), path, f"{path}.{name}")
+
+
+Piece: TypeAlias = str | PlacedImage
+
+
+def joined(pieces: Iterable[Piece], gap: str) -> list[Piece]:
+    """The pieces of a message, where a gap comes between texts that follow each other."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += gap + piece
+        else:
+            found.append(piece)
+    return found
+
+
 @dataclass(slots=True)
 class Turn:
     """A message of the chat, while what it is made of is read. Paths are of the client's fields."""
 
     role: Role
     path: str  # of the first part
-    texts: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[tuple[str, ToolCall]] = field(default_factory=list)  # each with its path
     tool_call_id: str | None = None
@@ -51,13 +89,18 @@ class Turn:
         return self.role == "assistant" and not self.calls
 
     @property
-    def text(self) -> str:
-        return self.gap.join(self.texts)
+    def is_empty(self) -> bool:
+        return not any(not isinstance(piece, str) or piece.strip() for piece in self.pieces)
 
     def message(self) -> Message:
+        pieces = joined(self.pieces, self.gap)
+        parts: list[ContentPart | RefusalPart | ImagePart] = [
+            ContentPart(piece) if isinstance(piece, str) else piece.part for piece in pieces
+        ]
+        has_images = any(isinstance(part, ImagePart) for part in parts)
         return Message(
             role=self.role,
-            content=self.text,
+            content=parts if has_images else "".join(part.text for part in parts),
             reasoning_content=GAP.join(self.thoughts) or None,
             tool_calls=[call for _, call in self.calls] or None,
             tool_call_id=self.tool_call_id,
@@ -72,6 +115,10 @@ class Turn:
         for index, (path, _) in enumerate(self.calls):
             found.setdefault(f"{own}.tool_calls", path)
             found[f"{own}.tool_calls.{index}"] = path
+        for index, piece in enumerate(joined(self.pieces, self.gap)):
+            if not isinstance(piece, str):
+                found[f"{own}.content.{index}"] = piece.path
+                found[f"{own}.content.{index}.image_url"] = piece.address_path
         return found
 
 

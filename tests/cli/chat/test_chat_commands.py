@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,13 @@ from minisgl_cli.chat.repl import MAKE_ROOM, Repl
 from minisgl_cli.chat.server_model import ServerModel
 
 CTRL_C = "^"
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(2992)
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 DOWN = ServerError("The server is down.")
 
 
@@ -40,6 +48,7 @@ class FakeModel:
     replies: list[str | MinisglError] = field(default_factory=list)
     facts: Sequence[str] = ()
     max_seq_len: int | None = 1000
+    sees: bool | None = True
     sampling_defaults: SamplingParams | None = field(
         default_factory=lambda: SamplingParams(temperature=0.75)
     )
@@ -697,7 +706,9 @@ TURNS = (
         ),
         ([{"role": ["user"]}], ": message 1 has the role ['user']; allowed: system"),
         ([USER, {"role": "assistant"}], ": message 2 has a content that is no text."),
-        ([{"role": "user", "content": [{"type": "text"}]}], ": message 1 has a content that is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], ": message 1 has parts other than"),
+        ([{"role": "user", "content": [image("https://a/b")]}], ": message 1 has parts other"),
+        ([USER, {"role": "assistant", "content": []}], ": message 2 has a content that is no text"),
         ([USER, USER], f": {TURNS}"),
         ([ASSISTANT], f": {TURNS}"),
         ([USER, ASSISTANT, SYSTEM], f": {TURNS}"),
@@ -728,7 +739,14 @@ async def test_loading_an_unreadable_file_is_refused(
 
 @given(
     st.text(),
-    st.lists(st.builds(Turn, st.text(), st.text())),
+    st.lists(
+        st.builds(
+            Turn,
+            st.text(),
+            st.text(),
+            images=st.lists(st.text().map("data:image/".__add__)).map(tuple),
+        )
+    ),
     st.dictionaries(st.text(), st.none() | st.floats(-1, 1) | st.text() | st.lists(st.text())),
     st.none() | st.text(),
     st.text(),
@@ -747,6 +765,55 @@ def test_any_conversation_survives_saving_and_loading(
     assert conversation_file.read(path) == conversation_file.SavedConversation(
         turns, question, system, sampling, model
     )
+
+
+async def test_an_image_goes_with_the_next_message_and_stays_with_it(tmp_path: Path) -> None:
+    file, saved = tmp_path / "a cat.png", tmp_path / "chat.json"
+    file.write_bytes(PNG)
+    lines = (f'/image "{file}"', f"/image {file}", "/image off", f"/image {file}", "What is it?")
+    done = await chat(*lines, "And now?", f"/save {saved}")
+    told = [line for line in done.noted if line.startswith("a cat.png")]
+    assert told[0] == "a cat.png (3 kB): your next message has 1 image; /image off: none."
+    assert [line.split()[8] for line in told] == ["1", "2", "1"]
+    url = f"data:image/png;base64,{b64encode(PNG).decode()}"
+    content = [image(url), {"type": "text", "text": "What is it?"}]
+    assert done.model.questions == [[content], [content, "one", "And now?"]]
+    again = await chat(f"/load {saved}", "/undo", "/retry", model=FakeModel(["more"]))
+    assert again.model.questions == [[content]]
+    assert conversation_file.read(str(saved)).turns[0].images == (url,)
+    failed = await chat(f"/image {file}", "hi", "/retry", model=FakeModel([DOWN, "one"]))
+    assert failed.model.questions[0] == failed.model.questions[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.png", None, "{} cannot be read: No such file or directory."),
+        ("text.png", b"a text", "{} is not an image; allowed: PNG, JPEG"),
+        ("empty.png", b"", "{} has no bytes; allowed: PNG, JPEG"),
+    ],
+)
+async def test_what_is_no_image_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    assert (await refused("hi", f"/image {file}")).startswith(said.format(file))
+
+
+async def test_a_model_that_takes_text_only_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "cat.png"
+    file.write_bytes(PNG)
+    blind = FakeModel(["one"], sees=False)
+    assert (await chat(f"/image {file}", model=blind)).said == ["fake takes text only."]
+    assert (await chat("/image")).said == [
+        "/image takes the name of a file, such as /image photo.jpg."
+    ]
+    unknown = await chat(f"/image {file}", "hi", model=FakeModel(["one"], sees=None))
+    assert len(unknown.model.questions[0][0]) == 2
+    for kinds, sees in ((["text"], False), (["text", "image"], True), (None, None)):
+        assert ServerModel("http://a", "", ServedModel("b", input_modalities=kinds)).sees is sees
 
 
 async def test_files_are_read_past_a_byte_order_mark(tmp_path: Path) -> None:

@@ -9,14 +9,8 @@ from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
 from minisgl.server.apis.messages import request_types as asked
-from minisgl.server.requests.chat_messages import (
-    MAX_PARTS,
-    CalledFunction,
-    Images,
-    ToolCall,
-    image_text,
-)
-from minisgl.server.requests.translation import GAP, Turn
+from minisgl.server.requests.chat_messages import MAX_PARTS, CalledFunction, ToolCall
+from minisgl.server.requests.translation import GAP, Piece, PlacedImage, Turn, joined
 
 # Claude Code begins its instructions with such a line. Parts of it may differ from request to
 # request, and what follows would not be found in the prefix cache.
@@ -24,18 +18,17 @@ BILLING_HEADER = "x-anthropic-billing-header"
 FAILED = "Error: "  # before the result of a tool that failed
 
 
-def turns_of(body: asked.Prompt, *, system_anywhere: bool, images: Images) -> list[Turn]:
+def turns_of(body: asked.Prompt, *, system_anywhere: bool) -> list[Turn]:
     """The conversation of `body`; raises InvalidRequestError.
 
     system_anywhere: whether the template takes late instructions; otherwise the user gives them.
-    images: what becomes of them.
     """
-    reader = _Reader(body.system or "", system_anywhere, images)
+    reader = _Reader(body.system or "", system_anywhere)
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
     reader.end_turn()
     turns = reader.turns
-    if turns and turns[-1].is_open and not turns[-1].text.strip():
+    if turns and turns[-1].is_open and turns[-1].is_empty:
         turns.pop()  # the answer would continue nothing
     if all(turn.role == "system" for turn in turns):
         raise InvalidRequestError("messages", "must have a message of the user.")
@@ -45,12 +38,9 @@ def turns_of(body: asked.Prompt, *, system_anywhere: bool, images: Images) -> li
 class _Reader:
     """Makes one message of what one side says, however many it sent, as Anthropic does."""
 
-    def __init__(
-        self, system: str | Sequence[asked.TextBlock], system_anywhere: bool, images: Images
-    ) -> None:
+    def __init__(self, system: str | Sequence[asked.TextBlock], system_anywhere: bool) -> None:
         self.turns: list[Turn] = []
         self._system_anywhere = system_anywhere
-        self._images = images
         self._num_blocks = 0
         self._turn = Turn("system", "system")
         for block in [asked.TextBlock(system)] if isinstance(system, str) else system:
@@ -90,23 +80,23 @@ class _Reader:
                     Turn(
                         "tool",
                         path,
-                        [result],
+                        result,
                         tool_call_id=block.tool_use_id,
                         id_field="tool_use_id",
                     )
                 )
             case _:
-                text = self._text(block, path)
-                if role == "system":
-                    self._instruct(text or "")
-                elif text is not None:
-                    turn.texts.append(text)
+                for piece in self._pieces(block, path):
+                    if role == "system" and isinstance(piece, str):
+                        self._instruct(piece)
+                    else:
+                        turn.pieces.append(piece)
 
     def _instruct(self, text: str) -> None:
         if text.startswith(BILLING_HEADER):
             text = text.partition("\n")[2].lstrip("\n")
         if text:
-            self._turn.texts.append(text)
+            self._turn.pieces.append(text)
 
     def _count(self, num_blocks: int) -> None:
         self._num_blocks += num_blocks
@@ -115,37 +105,42 @@ class _Reader:
 
     def end_turn(self) -> None:
         """Add what one side has said to the conversation."""
-        if self._turn.texts or self._turn.role == "assistant":
+        if self._turn.pieces or self._turn.role == "assistant":
             self.turns.append(self._turn)
 
-    def _result(self, result: asked.ToolResultBlock, path: str) -> str:
+    def _result(self, result: asked.ToolResultBlock, path: str) -> list[Piece]:
         content = self._joined(result.content or "", f"{path}.content")
-        return FAILED + content if result.is_error else content
+        return joined([FAILED, *content], "") if result.is_error else content
 
-    def _joined(self, content: str | Sequence[asked.ResultPart], path: str) -> str:
+    def _joined(self, content: str | Sequence[asked.ResultPart], path: str) -> list[Piece]:
         if isinstance(content, str):
-            return content
+            return [content]
         self._count(len(content))
-        texts = (self._text(block, f"{path}.{index}") for index, block in enumerate(content))
-        return GAP.join(filter(None, texts))
+        pieces = [
+            piece
+            for index, block in enumerate(content)
+            for piece in self._pieces(block, f"{path}.{index}")
+        ]
+        return joined(filter(None, pieces), GAP)
 
-    def _text(self, block: asked.ContentBlock | asked.ResultPart, path: str) -> str | None:
-        """The text of a block; None for one that concerns Anthropic's servers alone."""
+    def _pieces(self, block: asked.ContentBlock | asked.ResultPart, path: str) -> list[Piece]:
+        """What a block says; nothing for one that concerns Anthropic's servers alone."""
         match block:
             case asked.TextBlock(text):
-                return text
+                return [text]
             case asked.SearchResultBlock(content, title, source):
-                return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
+                texts = [title, source, *(part.text for part in content)]
+                return ["\n".join(filter(None, texts))]
             case asked.ToolReferenceBlock(tool_name):
-                return tool_name
+                return [tool_name]
             case asked.ImageBlock():
-                return image_text(self._images, path, "image")
+                return [PlacedImage.at(path, "source", block.url)]
             case asked.DocumentBlock(asked.TextSource(text), title, context):
-                return "\n".join(filter(None, [title, context, text]))
+                return joined(filter(None, [title, context, text]), "\n")
             case asked.DocumentBlock(asked.PartsSource(content), title, context):
-                text = self._joined(content, f"{path}.source.content")
-                return "\n".join(filter(None, [title, context, text]))
-        return None
+                pieces = self._joined(content, f"{path}.source.content")
+                return joined(filter(None, [title, context, *pieces]), "\n")
+        return []
 
 
 def _called(call: asked.ToolUseBlock) -> CalledFunction:

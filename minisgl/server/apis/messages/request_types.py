@@ -48,8 +48,27 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     input: Raw  # an object; clients that read a stream send back whatever its pieces make
 
 
+class ImageSource(Struct):
+    type: str = ""  # base64 or url; others are those of Anthropic's servers
+    data: str = ""
+    media_type: str = ""
+    url: str = ""
+
+
 class ImageBlock(Struct, tag_field="type", tag="image"):
-    """An image, which is not looked at."""
+    """An image."""
+
+    source: ImageSource | None = None
+
+    @property
+    def url(self) -> str | None:
+        """Its address; None where it has none."""
+        match self.source:
+            case ImageSource("base64", data, media_type):
+                return f"data:{media_type};base64,{data}"
+            case ImageSource("url", url=url):
+                return url
+        return None
 
 
 class TextSource(Struct, tag_field="type", tag="text"):

@@ -16,7 +16,7 @@ from minisgl.server.apis.messages.request_types import (
     ToolSpec,
 )
 from minisgl.server.http.encoding import encode
-from minisgl.server.requests.chat_messages import Images, Reasoning
+from minisgl.server.requests.chat_messages import Reasoning
 from minisgl.server.requests.constraint_types import JsonSchemaFormat, NamedSchema
 from minisgl.server.requests.request_types import ChatRequest
 from minisgl.server.requests.tools import (
@@ -41,17 +41,15 @@ SCHEMA = "response_format.json_schema.schema"
 THINKS = {"enabled": True, "disabled": False}  # otherwise the template decides
 
 
-def translated(
-    body: Prompt, *, system_anywhere: bool, can_think: bool, images: Images
-) -> TranslatedChat:
+def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> TranslatedChat:
     """The chat request that `body` stands for; raises InvalidRequestError.
 
     system_anywhere: whether the template takes a late system message.
-    can_think: whether the reasoning of the model is set apart. images: what becomes of them.
+    can_think: whether the reasoning of the model is set apart.
     """
     if body.thread is not None and body.thread.type == "continue":
         raise ThreadError
-    turns = turns_of(body, system_anywhere=system_anywhere, images=images)
+    turns = turns_of(body, system_anywhere=system_anywhere)
     fields = dict(FIELDS)
     tools: list[OfferedTool] = []
     left_out = ["mcp"] * len(body.mcp_servers or ())
@@ -68,6 +66,7 @@ def translated(
         messages=[turn.message() for turn in turns],
         continue_final_message=turns[-1].is_open or None,
         control_tokens_in_text=body.control_tokens_in_text,
+        images=body.images,
         tools=tools,
         reasoning=_reasoning(body),
     )

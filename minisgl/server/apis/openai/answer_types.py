@@ -218,6 +218,7 @@ class Model(Struct, tag_field="object", tag="model"):
     max_model_len: int  # tokens of prompt and answer together
     vocab_size: int  # token ids are less than this
     task: str  # what it was loaded for: generate, embed or rerank
+    input_modalities: list[str]  # what messages may have: text, and image
     root: str  # the model itself, by its first name
     parent: str | None = None  # of an adapter: the model that it adapts
 

@@ -18,18 +18,13 @@ from minisgl.server.apis.responses.request_types import (
     FlatJsonSchema,
     InputImagePart,
     InputItem,
+    Part,
     Parts,
     ResponsesRequest,
 )
 from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.http.decoding import decode
-from minisgl.server.requests.chat_messages import (
-    CalledFunction,
-    CustomInput,
-    Images,
-    ToolCall,
-    image_text,
-)
+from minisgl.server.requests.chat_messages import CalledFunction, CustomInput, ToolCall
 from minisgl.server.requests.constraint_types import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -39,7 +34,16 @@ from minisgl.server.requests.constraint_types import (
 )
 from minisgl.server.requests.request_types import NULL, ChatRequest
 from minisgl.server.requests.templating import Reading
-from minisgl.server.requests.translation import GAP, FieldNames, TranslatedChat, Turn, given
+from minisgl.server.requests.translation import (
+    GAP,
+    FieldNames,
+    Piece,
+    PlacedImage,
+    TranslatedChat,
+    Turn,
+    given,
+    joined,
+)
 from minisgl.text.history import SYSTEM_ROLES, Role
 
 if TYPE_CHECKING:  # it imports torch
@@ -67,18 +71,12 @@ FIELDS = {
 }
 
 
-def chat_of(
-    body: ResponsesRequest,
-    items: Sequence[PlacedItem],
-    tools: ToolBox,
-    *,
-    images: Images,
-) -> TranslatedChat:
+def chat_of(body: ResponsesRequest, items: Sequence[PlacedItem], tools: ToolBox) -> TranslatedChat:
     """The chat that a request asks for; raises InvalidRequestError.
 
-    items: of the whole conversation. images: what becomes of them.
+    items: of the whole conversation.
     """
-    turns = _turns(body.instructions, items, tools, images)
+    turns = _turns(body.instructions, items, tools)
     choice, chosen_fields = tools.choice(body.tool_choice)
     logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
@@ -96,6 +94,7 @@ def chat_of(
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
         control_tokens_in_text=body.control_tokens_in_text,
+        images=body.images,
         **logprobs,
     )
     fields = FIELDS | tools.fields | chosen_fields
@@ -105,44 +104,41 @@ def chat_of(
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _turns(
-    instructions: str | None,
-    items: Sequence[PlacedItem],
-    tools: ToolBox,
-    images: Images,
-) -> list[Turn]:
+def _turns(instructions: str | None, items: Sequence[PlacedItem], tools: ToolBox) -> list[Turn]:
     turns: list[Turn] = []
     if instructions:
         turns.append(Turn("system", "instructions", [instructions]))
     for item, path in items:
-        _add(turns, item, path, tools, images)
+        _add(turns, item, path, tools)
     first = [*takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns)]
     if len(first) > 1:
-        texts = [text for turn in first for text in turn.texts]
-        turns[: len(first)] = [Turn("system", first[0].path, texts)]
+        pieces = [piece for turn in first for piece in turn.pieces]
+        turns[: len(first)] = [Turn("system", first[0].path, pieces)]
     if all(turn.role in SYSTEM_ROLES for turn in turns):
         # Templates need somebody to answer to. Clients ask so to see whether the server is there.
         turns.append(Turn("user", "input"))
     return turns
 
 
-def _add(turns: list[Turn], item: InputItem, path: str, tools: ToolBox, images: Images) -> None:
+def _add(turns: list[Turn], item: InputItem, path: str, tools: ToolBox) -> None:
     match item.type:
         case None | "message":
-            text = _text(item.content, f"{path}.content", images)
+            pieces = _pieces(item.content, f"{path}.content")
             if item.role is None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
-            _turn_of(item.role, turns, path).texts += [text] if text else []
+            _turn_of(item.role, turns, path).pieces += filter(None, pieces)
         case "reasoning":
-            if text := _text(item.content or item.summary or "", path, images, GAP):
+            parts = item.content or item.summary or ""
+            text = parts if isinstance(parts, str) else GAP.join(part.text for part in parts)
+            if text:
                 _turn_of("assistant", turns, path).thoughts.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, path)
             turn.calls.append((path, _call(item, path, tools)))
         case "function_call_output" | "custom_tool_call_output":
-            output = _text(_output(item, path), f"{path}.output", images)
+            output = _pieces(_output(item, path), f"{path}.output")
             call_id = given(item.call_id, f"{path}.call_id")
-            turns.append(Turn("tool", path, [output], tool_call_id=call_id, id_field="call_id"))
+            turns.append(Turn("tool", path, output, tool_call_id=call_id, id_field="call_id"))
 
 
 def _output(item: InputItem, path: str) -> Parts | None:
@@ -171,17 +167,21 @@ def _call(item: InputItem, path: str, tools: ToolBox) -> ToolCall:
     return ToolCall(call_id, function=CalledFunction(name, item.arguments))
 
 
-def _text(parts: Parts | None, path: str, images: Images, between: str = "") -> str:
+def _pieces(parts: Parts | None, path: str) -> list[Piece]:
     if parts is None:
-        raise InvalidRequestError(path, "must be a text or a list of text parts.")
+        raise InvalidRequestError(path, "must be a text or a list of parts.")
     if isinstance(parts, str):
-        return parts
-    return between.join(
-        image_text(images, f"{path}.{index}", "input_image")
-        if isinstance(part, InputImagePart)
-        else part.text
-        for index, part in enumerate(parts)
-    )
+        return [parts]
+    pieces = (_piece(part, f"{path}.{index}") for index, part in enumerate(parts))
+    return joined(pieces, "")
+
+
+def _piece(part: Part, path: str) -> Piece:
+    if not isinstance(part, InputImagePart):
+        return part.text
+    if part.file_id is not None:
+        return PlacedImage.at(path, "file_id", None)
+    return PlacedImage.at(path, "image_url", part.image_url, part.detail)
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_MESSAGES, Effort, TemplateOptions
+from minisgl.server.requests.chat_messages import MAX_MESSAGES, Detail, Effort, TemplateOptions
 from minisgl.server.requests.constraint_types import (
     JsonObjectFormat,
     Parameters,
@@ -91,8 +91,14 @@ class RefusedPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     text: str
 
 
-class InputImagePart(Struct, tag_field="type", tag="input_image"):
-    """An image, which is not looked at."""
+class InputImagePart(Struct, tag_field="type", tag="input_image", omit_defaults=True):
+    """An image."""
+
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: str | None = None  # which only OpenAI's servers know
+
+    text: ClassVar[str] = ""  # beside the texts of other parts it adds none
 
 
 Part: TypeAlias = (
