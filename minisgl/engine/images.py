@@ -21,7 +21,6 @@ from minisgl.images.checkpoint import Placeholder
 from minisgl.images.fetching import Fetcher
 from minisgl.images.kept import KeptPictures
 from minisgl.images.limits import (
-    MAX_BYTES,
     MAX_PIXELS,
     MAX_REQUEST_BYTES,
     MAX_REQUEST_PIXELS,
@@ -35,7 +34,8 @@ from minisgl.parts.images.host import Pictured
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_PROCESSES = 2
-MAX_WAITING_BYTES = 256 << 20  # of images of all requests that are not processed yet
+MAX_WAITING_BYTES = 1 << 30  # of images of all requests that are not processed yet
+NUM_FETCHES = 32  # at once; others wait
 LONG_BYTES = 256 << 10  # whose digest is not computed on the event loop
 
 
@@ -56,6 +56,7 @@ class Images:
         self._fetcher = fetcher
         self._kept = KeptPictures()
         self._num_waiting_bytes = 0
+        self._fetching = asyncio.Semaphore(NUM_FETCHES)
         self._placeholder: Placeholder | None = None
         self._line: WorkQueue[ImageProcessor] | None = None
         if support.folder is not None:
@@ -89,6 +90,8 @@ class Images:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
         making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
+        # It may fail for a conversation that cannot be rendered, which is told alone.
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
             return await self._with_pictures(messages, any_length, options, placeholder, making)
         finally:
@@ -140,10 +143,9 @@ class Images:
         """The images of a request. One after the other, since each leaves the next less room."""
         elsewhere = [source for source in sources if source.url]
         num_bytes = sum(len(source.data) for source in sources)
-        with self._room(num_bytes, min(len(elsewhere) * MAX_BYTES, MAX_REQUEST_BYTES)):
-            fetched = await _all([self._fetch(source) for source in elsewhere])
-            _check_bytes(num_bytes + sum(map(len, fetched)))
-            rest = iter(fetched)
+        fetched = await _all([self._fetch(source) for source in elsewhere])
+        rest = iter(fetched)
+        with self._room(num_bytes + sum(map(len, fetched))):
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
@@ -153,8 +155,9 @@ class Images:
             return pictures
 
     async def _fetch(self, source: ImageSource) -> bytes:
-        with named(source):
-            return await self._fetcher.fetch(source.url)
+        async with self._fetching:
+            with named(source):
+                return await self._fetcher.fetch(source.url)
 
     async def _picture(
         self,
@@ -185,12 +188,15 @@ class Images:
         return found
 
     @contextlib.contextmanager
-    def _room(self, num_bytes: int, num_fetched: int) -> Iterator[None]:
-        """Take the bytes of a request into account, and those that it may fetch. Raises
-        QueueFullError if there are too many of all requests, except for one that is alone."""
-        _check_bytes(num_bytes)
-        num_bytes += num_fetched
-        if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+    def _room(self, num_bytes: int) -> Iterator[None]:
+        """Take the bytes of a request into account. Raises InvalidRequestError if they are too
+        many, QueueFullError if those of all requests are."""
+        if num_bytes > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                PARAM,
+                f"have images of {num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a request.",
+            )
+        if self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
             raise QueueFullError("Too many images are waiting to be processed; try again later.")
         self._num_waiting_bytes += num_bytes
         try:
@@ -212,12 +218,6 @@ class Images:
     def join(self) -> None:
         """Block until the threads have ended, for a few seconds at most. Call `close` before."""
         wait(self._ends, JOIN_S)
-
-
-def _check_bytes(num_bytes: int) -> None:
-    if num_bytes > MAX_REQUEST_BYTES:
-        reason = f"have images of {num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a request."
-        raise InvalidRequestError(PARAM, reason)
 
 
 async def _all(fetches: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:

@@ -46,8 +46,7 @@ def decode(data: bytes, max_pixels: int, *, is_low: bool) -> tuple[Image, int]:
         try:
             # Cameras store a second picture behind the first one (MPO), which is no animation.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            if not animated:
-                image.load()
+            image.load()
         except MemoryError:
             raise
         except Exception:

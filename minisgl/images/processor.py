@@ -153,6 +153,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
     """Run the process: answer tasks until its parent has gone."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
+    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads would not survive the fork
     loaded = load(Path(folder))
 
     def ended(number: int) -> bytes:

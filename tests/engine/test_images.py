@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +27,7 @@ from support.image_checkpoints import (
     make_image_checkpoint,
     reference_processor,
 )
-from support.waiting import until
+from support.waiting import LIMIT_S, until
 from transformers import AutoTokenizer
 
 from minisgl.engine import images as images_module
@@ -249,16 +251,17 @@ async def test_the_images_of_a_request_share_its_bytes(
 async def test_too_many_bytes_of_all_requests_are_refused(
     qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, gate = encoded(colourful(60, 60)), asyncio.Event()
+    gate = threading.Event()
 
-    class Waits(Fetcher):
-        async def fetch(self, url: str) -> bytes:
-            await gate.wait()
-            return data
+    class Gated(ProcessorHere):
+        def process(self, *args: Any, **options: Any) -> tuple[Picture, int]:
+            assert gate.wait(LIMIT_S)
+            return super().process(*args, **options)
 
-    monkeypatch.setattr(images_module, "MAX_WAITING_BYTES", 100)
-    asked = question(ImageSource(url="http://a.example/"))
-    async with images_of(qwen, Waits(())) as images:
+    data = encoded(colourful(60, 60))
+    monkeypatch.setattr(images_module, "MAX_WAITING_BYTES", 2 * len(data) - 1)
+    asked = question(ImageSource(data))
+    async with images_of(qwen, make_processor=Gated) as images:
         first = asyncio.ensure_future(images.prompt(asked, False, {}))
         await until(lambda: images._num_waiting_bytes)
         with pytest.raises(QueueFullError, match="try again later"):
@@ -266,6 +269,29 @@ async def test_too_many_bytes_of_all_requests_are_refused(
         gate.set()
         assert (await first).spans
         assert (await images.prompt(asked, False, {})).spans
+
+
+async def test_fetches_at_once_are_limited(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, gate = encoded(colourful(60, 60)), asyncio.Event()
+    num_open = most = 0
+
+    class Waits(Fetcher):
+        async def fetch(self, url: str) -> bytes:
+            nonlocal num_open, most
+            num_open += 1
+            most = max(most, num_open)
+            await gate.wait()
+            num_open -= 1
+            return data
+
+    monkeypatch.setattr(images_module, "NUM_FETCHES", 3)
+    async with images_of(qwen, Waits(())) as images:
+        asked = question(*[ImageSource(url="http://a.example/")] * 5)
+        prompts = asyncio.gather(*(images.prompt(asked, False, {}) for _ in range(3)))
+        await until(lambda: num_open == 3)
+        gate.set()
+        assert [len(prompt.spans) for prompt in await prompts] == [5, 5, 5]
+    assert most == 3
 
 
 async def test_an_image_that_fails_ends_its_request_only(qwen: Path) -> None:
@@ -306,6 +332,32 @@ async def test_a_caller_that_leaves_ends_its_fetches(qwen: Path) -> None:
             await task
         await until(lambda: cancelled)
         assert images._num_waiting_bytes == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_conversation_that_cannot_be_rendered_ends_its_fetches(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[str] = []
+
+    class Waits(Fetcher):
+        async def fetch(self, url: str) -> bytes:
+            try:
+                if fails:
+                    raise InvalidRequestError("messages", "the image is lost.")
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(url)
+
+    family = replace(family_named("gemma3"), template="{{ raise_exception('no questions') }}")
+    folder = make_image_checkpoint(family, tmp_path / "model")
+    async with images_of(folder, Waits(())) as images:
+        asked = question(ImageSource(url="http://a.example/"))
+        with pytest.raises(InvalidRequestError, match="no questions"):
+            await images.prompt(asked, False, {})
+        await until(lambda: ended)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_template_that_leaves_images_out_is_told(tmp_path: Path) -> None:
