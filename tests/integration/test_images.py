@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.image_cases import PARAMS, Asked, check, image_case, is_right, started, submitted
+from support.image_cases import (
+    LLAVA,
+    PARAMS,
+    QWEN,
+    Asked,
+    check,
+    image_case,
+    is_right,
+    started,
+    submitted,
+)
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 
-LLAVA = "LlavaForConditionalGeneration"
-QWEN = "Qwen3_5ForConditionalGeneration"
 FAMILIES = (LLAVA, QWEN)
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}

@@ -116,8 +116,9 @@ def _saved(made: Any, config: Any, folder: Path) -> Path:
     return folder
 
 
+LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 WRITERS: dict[str, tuple[Any, Any]] = {
-    "LlavaForConditionalGeneration": (write_square, square_picture),
+    LLAVA: (write_square, square_picture),
     **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
 }
 

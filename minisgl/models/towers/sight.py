@@ -13,8 +13,8 @@ from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
 SEEING = frozenset({"LlavaForConditionalGeneration", *qwen3_5.WITH_TOWER})
-# Those that count positions in three directions, and rotate each third pair by the same.
-_BY_TURNS = frozenset(qwen3_5.WITH_TOWER)
+# Those whose images have any shape, in lines of rows: they count positions in three directions.
+BY_LINES = frozenset(qwen3_5.WITH_TOWER)
 _SECTIONS = (11, 11, 10)  # pairs by each position, unless the config says it
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
@@ -61,7 +61,7 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
 
 def _axes(architecture: str, text: dict[str, Any]) -> tuple[int, ...]:
     """text: the config of the text part."""
-    if architecture not in _BY_TURNS:
+    if architecture not in BY_LINES:
         return ()
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sizes = rope.get("mrope_section") or _SECTIONS

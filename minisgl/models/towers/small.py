@@ -1,0 +1,145 @@
+"""Small copies of models that see, with random weights, and images for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.images.picture import Picture
+from minisgl.models.adopted.proof import give_teeth
+from minisgl.models.adopted.reader import transformers_config
+from minisgl.models.adopted.shrunk import VOCAB_SIZE, shrunk
+from minisgl.models.towers.sight import BY_LINES, Sight
+
+PLACEHOLDER = VOCAB_SIZE - 1
+_TOWER_SIZES = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+}
+_STATE_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_SHAPES = ((2, 3), (3, 2))  # of images, in lines of rows
+_SEED = 5
+
+Inputs = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A small copy of a model as transformers has it, in float32, and images that it sees."""
+
+    model: Any
+    pictures: list[Picture]
+
+    @staticmethod
+    def of(sight: Sight) -> SmallModel:
+        import transformers
+
+        config = _small_config(sight)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            architecture = getattr(transformers, sight.architecture)
+            model = architecture._from_config(config, dtype=torch.float32).eval()
+            give_teeth(model)
+            pictures = [*_pictures(sight, model)]
+        return SmallModel(model, pictures)
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Tensor:
+        """The logits of a sequence, [n, vocab_size], with placeholders for the rows of images."""
+        ids = torch.tensor([token_ids])
+        given: dict[str, Any] = {
+            name: torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
+            for name in pictures[0].inputs
+        }
+        if "image_grid_thw" in given:
+            given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+        logits: Tensor = self.model(input_ids=ids, **given, use_cache=False).logits[0]
+        return logits
+
+
+def _small_config(sight: Sight) -> Any:
+    config = transformers_config(sight.values, sight.architecture)
+    whole, text = config.text_config, config.text_config
+    kinds = getattr(text, "layer_types", None) or []
+    num_layers = max([2, *(1 + kinds.index(kind) for kind in kinds)])
+    text = shrunk(text, min(num_layers, text.num_hidden_layers))
+    for name, size in _STATE_SIZES.items():
+        if hasattr(text, name):
+            setattr(text, name, size)
+    if sight.axes:  # which are of pairs of a whole head
+        head_dim = getattr(whole, "head_dim", None)
+        if head_dim is None:
+            head_dim = whole.hidden_size // whole.num_attention_heads
+            text.hidden_size = text.num_attention_heads * head_dim
+        else:
+            text.head_dim = head_dim
+    config.text_config = text
+    config.image_token_id = PLACEHOLDER
+    config.vision_config = _small_tower(config.vision_config, text.hidden_size)
+    return config
+
+
+def _small_tower(tower: Any, hidden_size: int) -> Any:
+    """hidden_size: of the text part."""
+    small = copy.deepcopy(tower)
+    for name, size in _TOWER_SIZES.items():
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, size)
+    if isinstance(getattr(small, "out_hidden_size", None), int):
+        small.out_hidden_size = hidden_size
+    if isinstance(getattr(small, "image_size", None), int):
+        small.image_size = 4 * small.patch_size
+    return small
+
+
+def _pictures(sight: Sight, model: Any) -> Iterator[Picture]:
+    inputs = _by_lines if sight.architecture in BY_LINES else _square
+    for shape in _SHAPES:
+        given, grid = inputs(model.config.vision_config, shape)
+        tensors = {name: torch.from_numpy(array) for name, array in given.items()}
+        with torch.no_grad():
+            found = model.get_image_features(**tensors, return_dict=True).pooler_output
+        parts = [found] if isinstance(found, Tensor) else found
+        num_rows = sum(part.numel() // part.shape[-1] for part in parts)
+        digest = blake2b(repr((shape, sight.architecture)).encode()).digest()
+        is_row = np.array([False, *[True] * num_rows])
+        yield Picture(digest, given, (1, *[PLACEHOLDER] * num_rows), is_row, grid)
+
+
+_Made = tuple[dict[str, NDArray[Any]], tuple[int, int, int] | None]
+
+
+def _square(tower: Any, shape: tuple[int, int]) -> _Made:
+    size = tower.image_size
+    return {"pixel_values": torch.randn(1, 3, size, size).numpy()}, None
+
+
+def _by_lines(tower: Any, shape: tuple[int, int]) -> _Made:
+    lines, places = shape
+    merged = tower.spatial_merge_size
+    grid = np.array([[1, lines * merged, places * merged]])
+    size = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    pixels = torch.randn(int(grid.prod()), size).numpy()
+    return {"pixel_values": pixels, "image_grid_thw": grid}, (1, lines, places)
