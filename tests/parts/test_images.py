@@ -136,7 +136,10 @@ class Bench:
             return
         step = self.rng.choice([step for step, _ in self.launched])
         while self.launched and self.launched[-1][0] >= step:
-            self.launched.pop()
+            _, plan = self.launched.pop()
+            for encode in plan.encodes if plan is not None else ():
+                if self.rng.random() < 0.5:  # it was not begun
+                    self.to_report = [each for each in self.to_report if each[0] != encode.number]
         for request in list(self.running):
             self.end(request)
         self.part.failed(step)
