@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.image_cases import LLAVA, QWEN, image_case, submitted
+from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, startup
 from minisgl.engine.image_proof import proven
 from minisgl.errors import InvalidRequestError
+from minisgl.models import qwen_vl
+from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import Sight
 from minisgl.models.towers.tower import Tower
-from minisgl.models.towers.turning import TurningModel
 from minisgl.parts.images import host, positions
 from minisgl.parts.images.device import SeenEmbedding
 from minisgl.parts.images.host import Images, Pictured
@@ -32,7 +33,7 @@ def setup_of(architecture: str) -> Setup:
     return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN])
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS])
 def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
@@ -57,17 +58,26 @@ def _as_text(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
     return self.base(token_ids.clamp(min=0))
 
 
-_rope_positions, _init = positions.rope_positions, TurningModel.__init__
+_rope_positions = positions.rope_positions
+_init, _add = SeeingModel.__init__, SeeingModel._add
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "positions in one direction": (Pictured, "rope", _one_direction),
     "lines for columns": (host, "rope_positions", _by_column),
     "axes in turn": (
-        TurningModel,
+        SeeingModel,
         "__init__",
-        lambda self, model, axes, device: _init(self, model, sorted(axes), device),
+        lambda self, model, axes, *others: _init(self, model, sorted(axes), *others),
     ),
     "decoding at the length": (Images, "_changed_offsets", lambda self, work: ()),
+}
+OF_DEEP: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "nothing behind layers": (SeeingModel, "_add", lambda self, number, layer, args: args),
+    "behind the wrong layers": (
+        SeeingModel,
+        "_add",
+        lambda self, number, *others: _add(self, 1 - number, *others),
+    ),
 }
 OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "another row": (SeenEmbedding, "forward", _next_row),
@@ -77,12 +87,16 @@ OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize(
     ("architecture", "mistake"),
-    [*((QWEN, mistake) for mistake in MISTAKES | OF_ALL), *((LLAVA, each) for each in OF_ALL)],
+    [
+        *((QWEN, mistake) for mistake in MISTAKES | OF_ALL),
+        *((LLAVA, mistake) for mistake in OF_ALL),
+        *((QWEN_3_VL, mistake) for mistake in OF_DEEP | MISTAKES),
+    ],
 )
 def test_a_mistake_fails_the_proof(
     architecture: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*(MISTAKES | OF_ALL)[mistake])
+    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP)[mistake])
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, str), "the proof finds nothing"
     assert found.sight.startswith(f"{architecture} does not see here as it does in transformers")

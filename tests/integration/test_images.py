@@ -12,6 +12,7 @@ from support.image_cases import (
     LLAVA,
     PARAMS,
     QWEN,
+    QWEN_3_VL,
     Asked,
     check,
     image_case,
@@ -22,10 +23,11 @@ from support.image_cases import (
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
+from minisgl.models import qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 
-FAMILIES = (LLAVA, QWEN)
+FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS)
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
 
@@ -37,13 +39,17 @@ FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
         {"page_size": 1},
         {"page_size": 16, "max_prefill_length": 7},
         {"padded": 8, "speculative": "ngram"},
-        {"tp": 2, "max_prefill_length": 7},
-        {"pp": 2, "max_prefill_length": 7},
     ],
     ids=str,
 )
 def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
     check(architecture, **options)
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, QWEN_3_VL])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_and_stages_give_the_same_tokens(architecture: str, options: dict[str, Any]) -> None:
+    check(architecture, max_prefill_length=7, **options)
 
 
 def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:

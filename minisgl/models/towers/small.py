@@ -83,7 +83,8 @@ def _small_config(sight: Sight) -> Any:
     config = transformers_config(sight.values, sight.architecture)
     whole, text = config.text_config, config.text_config
     kinds = getattr(text, "layer_types", None) or []
-    num_layers = max([2, *(1 + kinds.index(kind) for kind in kinds)])
+    deep = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    num_layers = max([2, 1 + len(deep), *(1 + kinds.index(kind) for kind in kinds)])
     text = shrunk(text, min(num_layers, text.num_hidden_layers))
     for name, size in _STATE_SIZES.items():
         if hasattr(text, name):
@@ -107,8 +108,13 @@ def _small_tower(tower: Any, hidden_size: int) -> Any:
     for name, size in _TOWER_SIZES.items():
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, size)
-    if isinstance(getattr(small, "out_hidden_size", None), int):
-        small.out_hidden_size = hidden_size
+    # Qwen2-VL calls the size of its rows as others that inside of the tower.
+    of_rows = "hidden_size" if hasattr(small, "embed_dim") else "out_hidden_size"
+    if isinstance(getattr(small, of_rows, None), int):
+        setattr(small, of_rows, hidden_size)
+    if deep := getattr(small, "deepstack_visual_indexes", None):
+        small.deepstack_visual_indexes = [*range(len(deep))]
+        small.depth = len(deep)
     if isinstance(getattr(small, "image_size", None), int):
         small.image_size = 4 * small.patch_size
     return small

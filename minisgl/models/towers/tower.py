@@ -47,10 +47,10 @@ class Tower:
         Queues its work on the current stream. Raises whatever the code of transformers raises.
         """
         given = {name: self._sent(inputs[name]) for name in self._takes & inputs.keys()}
-        found = self._features(**given, return_dict=True).pooler_output
-        parts = [found] if isinstance(found, Tensor) else found
-        rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-        return torch.cat(rows).to(self._dtype)
+        found = self._features(**given, return_dict=True)
+        deep = getattr(found, "deepstack_features", None) or ()
+        sides = [_joined(each) for each in (found.pooler_output, *deep)]
+        return torch.cat(sides, dim=1).to(self._dtype)
 
     def _sent(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, where numbers that are no integers have the model's dtype."""
@@ -61,6 +61,12 @@ class Tower:
         np.copyto(sent.numpy(), array)
         moved = sent.to(self._device, non_blocking=True)
         return moved.to(self._dtype) if is_float else moved
+
+
+def _joined(features: Any) -> Tensor:
+    """[n, hidden_size], of a tensor, or several, of any shape."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def load_tower(
