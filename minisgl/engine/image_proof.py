@@ -42,10 +42,10 @@ _OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "page_size": 4,
-    "num_pages": 65,
+    "num_pages": 257,
     "max_prefill_length": 5,
     "max_running_requests": 4,
-    "max_seq_len_override": 64,
+    "max_seq_len_override": 256,
     "attn": "torch",
 }
 

@@ -4,12 +4,15 @@ the text part runs."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
@@ -19,7 +22,7 @@ from minisgl.engine.image_proof import proven
 from minisgl.errors import InvalidRequestError
 from minisgl.models import qwen_vl
 from minisgl.models.towers.seeing import SeeingModel
-from minisgl.models.towers.sight import Sight
+from minisgl.models.towers.sight import SEEING, Sight
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images import host, positions
 from minisgl.parts.images.device import SeenEmbedding
@@ -38,6 +41,25 @@ def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
     assert found.model.notes[-1].startswith("images: shown to be seen as in transformers in ")
+
+
+# One of each kind of inputs; ARCHITECTURES=all runs all of them.
+PUBLISHED = (
+    *("Idefics3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    "LlavaNextForConditionalGeneration",
+)
+TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISHED
+
+
+@pytest.mark.parametrize("architecture", TESTED)
+def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path: Path) -> None:
+    config = getattr(transformers, architecture).config_class()
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
+    options |= {"load_format": "dummy", "max_seq_len_override": 128}
+    found = proven(read_setup(EngineConfig(model=str(tmp_path), **options)), startup._small_engine)
+    assert isinstance(found.sight, Sight), found.sight
 
 
 def _one_direction(self: Pictured, start: int, end: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,32 @@ BY_LINES: dict[str, tuple[int, int, int]] = {
 }
 # Of these, those whose pairs take turns; of the others, those of one position follow each other.
 _IN_TURN = frozenset((*qwen3_5.WITH_TOWER, "Qwen3VLForConditionalGeneration"))
+
+
+class Kind(enum.Enum):
+    """What a tower takes of an image."""
+
+    SQUARE = "one tile"
+    TILES = "tiles, and which of their pixels are there"
+    ANYRES = "the whole and its tiles, and the size of the image"
+    SIZED = "all of its pixels, and their size"
+    LINES = "patches, and how many lines of how many"
+
+
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
-SEEING = frozenset(("LlavaForConditionalGeneration", *BY_LINES))
+SEEING: dict[str, Kind] = {
+    **dict.fromkeys(BY_LINES, Kind.LINES),
+    "GotOcr2ForConditionalGeneration": Kind.SQUARE,
+    "Idefics3ForConditionalGeneration": Kind.TILES,
+    "InternVLForConditionalGeneration": Kind.SQUARE,
+    "LightOnOcrForConditionalGeneration": Kind.SIZED,
+    "LlavaForConditionalGeneration": Kind.SQUARE,
+    "LlavaNextForConditionalGeneration": Kind.ANYRES,
+    "LlavaOnevisionForConditionalGeneration": Kind.ANYRES,
+    "Mistral3ForConditionalGeneration": Kind.SIZED,
+    "SmolVLMForConditionalGeneration": Kind.TILES,
+    "VipLlavaForConditionalGeneration": Kind.SQUARE,
+}
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 

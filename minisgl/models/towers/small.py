@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ from minisgl.images.picture import Picture
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.adopted.shrunk import VOCAB_SIZE, shrunk
-from minisgl.models.towers.sight import BY_LINES, Sight
+from minisgl.models.towers.sight import SEEING, Kind, Sight
 
 PLACEHOLDER = VOCAB_SIZE - 1
 _TOWER_SIZES = {
@@ -29,6 +29,7 @@ _TOWER_SIZES = {
     "depth": 2,
     "num_attention_heads": 2,
     "num_heads": 2,
+    "head_dim": 16,
 }
 _STATE_SIZES = {
     "linear_num_key_heads": 2,
@@ -37,6 +38,7 @@ _STATE_SIZES = {
     "linear_value_head_dim": 16,
 }
 _SHAPES = ((2, 3), (3, 2))  # of images, in lines of rows
+_NUM_TILES = 2  # of an image, in a line where it is cut into lines
 _SEED = 5
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -98,7 +100,11 @@ def _small_config(sight: Sight) -> Any:
             text.head_dim = head_dim
     config.text_config = text
     config.image_token_id = PLACEHOLDER
-    config.vision_config = _small_tower(config.vision_config, text.hidden_size)
+    tower = config.vision_config = _small_tower(config.vision_config, text.hidden_size)
+    if isinstance(layers := getattr(config, "vision_feature_layer", None), list):
+        config.vision_feature_layer = [-1 - index % 2 for index in range(len(layers))]
+    if hasattr(config, "image_grid_pinpoints"):
+        config.image_grid_pinpoints = [[_NUM_TILES * tower.image_size] * 2]
     return config
 
 
@@ -115,13 +121,16 @@ def _small_tower(tower: Any, hidden_size: int) -> Any:
     if deep := getattr(small, "deepstack_visual_indexes", None):
         small.deepstack_visual_indexes = [*range(len(deep))]
         small.depth = len(deep)
-    if isinstance(getattr(small, "image_size", None), int):
-        small.image_size = 4 * small.patch_size
+    patch = small.patch_size
+    if isinstance(small_size := getattr(small, "image_size", None), list | tuple):
+        small.image_size = [4 * each for each in patch]
+    elif isinstance(small_size, int):
+        small.image_size = 4 * patch
     return small
 
 
 def _pictures(sight: Sight, model: Any) -> Iterator[Picture]:
-    inputs = _by_lines if sight.architecture in BY_LINES else _square
+    inputs = _KINDS[SEEING[sight.architecture]]
     for shape in _SHAPES:
         given, grid = inputs(model.config.vision_config, shape)
         tensors = {name: torch.from_numpy(array) for name, array in given.items()}
@@ -138,8 +147,35 @@ _Made = tuple[dict[str, NDArray[Any]], tuple[int, int, int] | None]
 
 
 def _square(tower: Any, shape: tuple[int, int]) -> _Made:
+    """One tile, of the size that the tower takes."""
+    return {"pixel_values": torch.randn(1, 3, *_size_of(tower)).numpy()}, None
+
+
+def _tiles(tower: Any, shape: tuple[int, int]) -> _Made:
+    """Several, which a processor has cut."""
+    size = _size_of(tower)
+    mask = np.ones((1, _NUM_TILES, *size), dtype=bool)
+    pixels = torch.randn(1, _NUM_TILES, 3, *size).numpy()
+    return {"pixel_values": pixels, "pixel_attention_mask": mask}, None
+
+
+def _sized(tower: Any, shape: tuple[int, int]) -> _Made:
+    """Of any number of patches."""
+    sizes = np.array([[2 * tower.patch_size * each for each in _SHAPES[0]]])
+    return {"pixel_values": torch.randn(1, 3, *sizes[0]).numpy(), "image_sizes": sizes}, None
+
+
+def _anyres(tower: Any, shape: tuple[int, int]) -> _Made:
+    """The whole as a tile, and the tiles that it is cut into."""
+    size = _size_of(tower)
+    sizes = np.array([[2 * size[0], 2 * size[1] - shape[0]]])
+    pixels = torch.randn(1, 1 + _NUM_TILES**2, 3, *size).numpy()
+    return {"pixel_values": pixels, "image_sizes": sizes}, None
+
+
+def _size_of(tower: Any) -> tuple[int, int]:
     size = tower.image_size
-    return {"pixel_values": torch.randn(1, 3, size, size).numpy()}, None
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _by_lines(tower: Any, shape: tuple[int, int]) -> _Made:
@@ -149,3 +185,12 @@ def _by_lines(tower: Any, shape: tuple[int, int]) -> _Made:
     size = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     pixels = torch.randn(int(grid.prod()), size).numpy()
     return {"pixel_values": pixels, "image_grid_thw": grid}, (1, lines, places)
+
+
+_KINDS: dict[Kind, Callable[[Any, tuple[int, int]], _Made]] = {
+    Kind.SQUARE: _square,
+    Kind.TILES: _tiles,
+    Kind.SIZED: _sized,
+    Kind.ANYRES: _anyres,
+    Kind.LINES: _by_lines,
+}

@@ -21,8 +21,9 @@ from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
 from minisgl.models.towers.sight import Sight
 
-_TEXT = "language_model"  # the text part among the modules of a model of transformers
+_TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
 _HEAD = "lm_head."
+_DTYPES = {"f": torch.float32, "i": torch.int64, "u": torch.int64, "b": torch.bool}
 
 
 class Tower:
@@ -55,7 +56,7 @@ class Tower:
     def _sent(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, where numbers that are no integers have the model's dtype."""
         is_float = array.dtype.kind == "f"
-        dtype = torch.float32 if is_float else torch.int64
+        dtype = _DTYPES[array.dtype.kind]
         on_gpu = self._device.type == "cuda"
         sent = torch.empty(array.shape, dtype=dtype, pin_memory=on_gpu)
         np.copyto(sent.numpy(), array)
@@ -79,10 +80,13 @@ def load_tower(
         fill_randomly(module, device, DUMMY_SEED)
         return Tower(module, dtype, device)
     to = Destinations(
-        targets=checkpoint_targets(module, None),
+        targets={
+            name.removeprefix("."): target  # of the model itself
+            for name, target in checkpoint_targets(module, None).items()
+        },
         stacks={},
         scheme=None,
-        is_left_out=lambda name: name.startswith((f"{_TEXT}.", _HEAD)),
+        is_left_out=lambda name: name.startswith((*(f"{each}." for each in _TEXT), _HEAD)),
     )
     names = Names(name_of, is_quantizable)
     fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
@@ -101,7 +105,9 @@ def _skeleton(
         whole = getattr(transformers, sight.architecture)._from_config(config, dtype=dtype)
     name_of = names_of(whole)
     model = whole.model
-    setattr(model, _TEXT, nn.Identity())
+    for name in _TEXT:
+        if hasattr(model, name):
+            setattr(model, name, nn.Identity())
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             made = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
