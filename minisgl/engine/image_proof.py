@@ -22,6 +22,7 @@ from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.images.picture import Span, with_pictures
 from minisgl.models.config import NativeConfig
 from minisgl.models.towers.small import PLACEHOLDER, SmallModel
+from minisgl.models.towers.tower import check_weights
 from minisgl.parts.images.host import Pictured
 from minisgl.request import Request, SamplingParams
 from minisgl.runner.runner import ModelRunner
@@ -78,6 +79,8 @@ def _prove(setup: Setup, make: Make) -> None:
     """Raise UnsupportedModelError if the numbers differ."""
     assert not isinstance(setup.sight, str)
     small = SmallModel.of(setup.sight)
+    if setup.config.load_format != "dummy":
+        check_weights(setup.sight, setup.folder)
     wanted_by = "native" if isinstance(setup.model, NativeConfig) else "adopted"
     with tempfile.TemporaryDirectory(prefix="minisgl-proof-") as folder:
         small.save(Path(folder))

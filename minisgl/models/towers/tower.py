@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
 from minisgl.models.hub import safetensors_files
-from minisgl.models.loader import DUMMY_SEED, fill_from_files
+from minisgl.models.loader import DUMMY_SEED, fill_from_files, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
 from minisgl.models.towers.sight import Sight
@@ -91,6 +92,14 @@ def load_tower(
     names = Names(name_of, is_quantizable)
     fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
     return Tower(module, dtype, device)
+
+
+def check_weights(sight: Sight, folder: Path) -> None:
+    """Raise UnsupportedModelError if the files have only the text part."""
+    module, name_of = _skeleton(sight, torch.float32, torch.device("meta"))
+    stored = stored_tensors(safetensors_files(folder), Names(name_of, is_quantizable))
+    if missing := module.state_dict().keys() - stored.keys():
+        raise UnsupportedModelError(f"its files lack {min(missing)}")
 
 
 def _skeleton(
