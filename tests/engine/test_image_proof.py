@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
@@ -28,6 +29,7 @@ from minisgl.parts.images import host, positions
 from minisgl.parts.images.device import SeenEmbedding
 from minisgl.parts.images.host import Images, Pictured
 from minisgl.request import SamplingParams
+from minisgl.runner.load import load_runner
 from minisgl.runner.setup import Setup, read_setup
 
 
@@ -144,6 +146,20 @@ def test_the_text_part_runs_where_the_proof_fails(monkeypatch: pytest.MonkeyPatc
                 pass
 
     asyncio.run(run())
+
+
+def test_files_without_the_tower_run_as_text(tmp_path: Path) -> None:
+    folder = image_case(QWEN).folder
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if ".visual." not in name}
+    assert len(text) < len(tensors)
+    save_file(text, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", num_pages=99)
+    found = proven(read_setup(options), startup._small_engine)
+    assert isinstance(found.sight, str) and "its files lack visual." in found.sight
+    assert found.model.notes[-1].startswith("images: none, since")
+    load_runner(found).close()
 
 
 def test_positions_are_those_of_transformers() -> None:
