@@ -21,7 +21,7 @@ from minisgl.config import EngineConfig
 from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.images.picture import Span, with_pictures
 from minisgl.models.config import NativeConfig
-from minisgl.models.towers.small import PLACEHOLDER, SmallModel
+from minisgl.models.towers.small import PLACEHOLDER, SmallModel, quiet
 from minisgl.models.towers.tower import check_weights
 from minisgl.parts.images.host import Pictured
 from minisgl.request import Request, SamplingParams
@@ -62,7 +62,8 @@ def proven(setup: Setup, make: Make) -> Setup:
         return setup
     began = time.monotonic()
     try:
-        _prove(setup, make)
+        with quiet():
+            _prove(setup, make)
     except Exception as error:  # of whatever code
         why = str(error) if isinstance(error, UnsupportedModelError) else in_one_line(error)
         why = f"{sight.architecture} does not see here as it does in transformers: {why}"

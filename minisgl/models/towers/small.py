@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,24 @@ _NUM_TILES = 2  # of an image, in a line where it is cut into lines
 _SEED = 5
 
 Inputs = Mapping[str, NDArray[Any]]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Show no bars and no warnings of transformers, which are about a model that nobody asks."""
+    import transformers.utils.logging
+
+    logging: Any = transformers.utils.logging
+
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True)
