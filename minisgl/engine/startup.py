@@ -14,6 +14,7 @@ from minisgl.config import (
     ModelFacts,
     ResolvedConfig,
 )
+from minisgl.engine.image_proof import proven
 from minisgl.engine.protocols import Handle, Runner
 from minisgl.engine.startup_lines import tell
 from minisgl.errors import ConfigError
@@ -33,7 +34,7 @@ from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.several_ranks import SeveralRanks, load_ranks
 from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.runner import ModelRunner
-from minisgl.runner.setup import read_setup
+from minisgl.runner.setup import Setup, read_setup
 from minisgl.scheduler.run_lengths import RunChooser
 from minisgl.scheduler.runs import Speculation
 from minisgl.scheduler.scheduler import Scheduler
@@ -78,7 +79,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         reason = "only node 0 takes requests; start the other nodes by `minisgl serve`"
         raise ConfigError("--node-rank", config.node_rank, reason)
     started = time.monotonic()
-    setup = read_setup(config)
+    setup = proven(read_setup(config), _small_engine)
     folder, resolved = setup.folder, setup.config
     tokenizer = None
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
@@ -145,6 +146,22 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
     )
 
 
+def _small_engine(setup: Setup) -> tuple[ModelRunner, Scheduler]:
+    """What runs a small model in this process."""
+    runner = load_runner(setup)
+    loaded: Loaded[Any] = Loaded(
+        runner=runner,
+        config=setup.config,
+        capacity=runner.capacity,
+        model=setup.facts,
+        tokenizer=None,
+        defaults=GenerationDefaults(frozenset()),
+        model_name=setup.name,
+        sight=setup.sight,
+    )
+    return runner, scheduler_of(loaded)
+
+
 def _of_images(sight: Sight | str) -> dict[str, Any]:
     return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
 
@@ -192,4 +209,4 @@ def work_for_node_0(config: EngineConfig) -> None:
 
     Raises MinisglError if this node cannot take part, or the engine fails.
     """
-    work(read_setup(config))
+    work(proven(read_setup(config), _small_engine))

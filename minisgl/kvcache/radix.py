@@ -12,6 +12,9 @@ from minisgl.kvcache.page_pool import PagePool
 from minisgl.kvcache.residency import Residency
 from minisgl.kvcache.tree import Found, Node, PrefixTree
 
+# Of an image, of whose tokens each has 31 bits of its content: so many are no others'.
+MIN_IMAGE_KEYS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -58,7 +61,16 @@ class RadixCache(Residency):
         """Number of pages of `key` that are cached and of use, at most `max_pages`. Changes
         nothing. O(key)."""
         found = self.tree.match(key, max_pages, namespace)
-        return self._num_useful(found, sum(common for _, common in found))
+        return self._num_useful(found, self._num_sure(key, sum(common for _, common in found)))
+
+    def _num_sure(self, key: bytes, num_pages: int) -> int:
+        """Of the first `num_pages` pages, which match, those without the beginning of an image that
+        has too few keys to be no other."""
+        page_size = self.tree.page_size
+        end = num_pages * page_size
+        last = memoryview(key).cast("i")[max(0, end - MIN_IMAGE_KEYS) : end]
+        num_keys = next((place for place, id in enumerate(reversed(last)) if id >= 0), len(last))
+        return (end - num_keys) // page_size if num_keys < MIN_IMAGE_KEYS else num_pages
 
     def _num_useful(self, found: Found, num_pages: int, *, may_load: bool = True) -> int:
         """Of the first `num_pages` pages of a match, those that all groups can go on behind. What
@@ -80,7 +92,7 @@ class RadixCache(Residency):
         root = tree.root(namespace)
         found = tree.below(root, key, 0, max_pages)
         num_found = sum(common for _, common in found)
-        path = tree.path(found, self._num_useful(found, num_found))
+        path = tree.path(found, self._num_useful(found, self._num_sure(key, num_found)))
         on_device = [*takewhile(self.pages.__contains__, path)]
         pages = [page for node in on_device for page in self.pages[node]]
         num_to_load = sum(node.num_pages for node in path[len(on_device) :])

@@ -14,7 +14,7 @@ from minisgl.errors import (
     UnsupportedModelError,
     in_one_line,
 )
-from minisgl.models import deepseek, gemma4, gpt_oss, lfm2, llama, qwen3_5
+from minisgl.models import deepseek, gemma4, gpt_oss, lfm2, llama, qwen3_5, qwen_vl
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, RENAMED, TOWERS
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, NUMBERS_OF_LAYERS, Fields, read_json
@@ -55,6 +55,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(llama.read_qwen2),
     "Qwen3ForCausalLM": Family(llama.read_qwen3),
     "Qwen3MoeForCausalLM": Family(llama.read_qwen3_moe),
+    **dict.fromkeys(qwen_vl.READERS, Family(qwen_vl.read_config, name_of=qwen_vl.name_of)),
     **dict.fromkeys(
         (qwen3_5.NEXT, *qwen3_5.TEXT, *qwen3_5.WITH_TOWER),
         Family(qwen3_5.read_config, qwen3_5.HybridForCausalLM, qwen3_5.name_of),

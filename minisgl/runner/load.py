@@ -130,14 +130,15 @@ def load_runner(
             lanes,
             num_rows=config.image_rows,
             num_slots=config.max_running_requests,
+            hidden_size=setup.model.hidden_size,
             dtype=dtype,
             load_format=config.load_format,
             is_first=stage.is_first,
         )
-        if images.turning is not None:
-            weights = replace(weights, model=images.turning)
+        if images.seeing is not None:
+            weights = replace(weights, model=images.seeing)
     memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
-    keys = graph_keys(config, turns=images is not None and images.turning is not None)
+    keys = graph_keys(config, turns=images is not None and images.seeing is not None)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(

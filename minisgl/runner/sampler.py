@@ -138,10 +138,9 @@ class Sampler:
             if edits:
                 parts.append(pack_edits(edits))
             if features.penalties:
-                parts += (
-                    np.array(ids, dtype=np.int64)
-                    for ids in (join.prompt_token_ids, join.output_token_ids)
-                )
+                prompt = np.array(join.prompt_token_ids, dtype=np.int64)
+                parts.append(prompt[prompt >= 0])  # the others are of images
+                parts.append(np.array(join.output_token_ids, dtype=np.int64))
         if not self._samples:
             return
         numbers = np.array([join.slot for join in joins], dtype=np.int64)

@@ -44,7 +44,8 @@ class Detokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # The space before the first word belongs to the encoding only where a text begins.
         self._drops_first_space = tokenizer.drops_first_space and not any(
-            self._byte_table[token_id] for token_id in prompt_token_ids
+            token_id < 0 or self._byte_table[token_id]  # a negative one is of an image
+            for token_id in prompt_token_ids
         )
         self._stops = StopStrings(stop, include_stop, min_tokens) if stop else None
 

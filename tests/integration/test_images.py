@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.image_cases import PARAMS, Asked, check, image_case, is_right, started, submitted
+from support.image_cases import (
+    LLAVA,
+    PARAMS,
+    QWEN,
+    QWEN_3_VL,
+    Asked,
+    check,
+    image_case,
+    is_right,
+    started,
+    submitted,
+)
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
+from minisgl.models import qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 
-LLAVA = "LlavaForConditionalGeneration"
-QWEN = "Qwen3_5ForConditionalGeneration"
-FAMILIES = (LLAVA, QWEN)
+FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS)
 # So few that running requests have to be retracted.
-FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
+FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -29,13 +40,17 @@ FEW_PAGES = {"num_pages": 18, "page_size": 4, "schedule_conservativeness": 0.02}
         {"page_size": 1},
         {"page_size": 16, "max_prefill_length": 7},
         {"padded": 8, "speculative": "ngram"},
-        {"tp": 2, "max_prefill_length": 7},
-        {"pp": 2, "max_prefill_length": 7},
     ],
     ids=str,
 )
 def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
     check(architecture, **options)
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, QWEN_3_VL])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_and_stages_give_the_same_tokens(architecture: str, options: dict[str, Any]) -> None:
+    check(architecture, max_prefill_length=7, **options)
 
 
 def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:
@@ -47,7 +62,42 @@ def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:
             common = int(np.argmin(same))
             assert request.num_cached_tokens == common // page_size * page_size
     span = last.spans[0]
-    assert span.start + 1 < found[4].num_cached_tokens < span.end, "it ends elsewhere"
+    assert span.start + 9 < found[4].num_cached_tokens < span.end, "it ends elsewhere"
+
+
+def test_few_rows_of_an_image_are_no_hit() -> None:
+    """Their keys might be those of another."""
+    first, *_, last = of(LLAVA)
+    assert first.spans[0].start + 1 + 6 == 16 < first.spans[0].end
+
+    async def run() -> list[int]:
+        async with started(LLAVA, page_size=16) as engine:
+            found = [await submitted(engine, each) for each in (first, last)]
+            return [request.num_cached_tokens for request in found]
+
+    assert asyncio.run(run()) == [0, 0]
+
+
+def test_penalties_are_of_text_and_prompts_of_images_have_no_logprobs() -> None:
+    """Also where an image ends the prompt."""
+    asked = of(LLAVA)[0]
+    span = asked.spans[0]
+    prompt = asked.prompt[: span.end - 1]
+    picture = replace(
+        span.picture, token_ids=span.picture.token_ids[:-1], is_row=span.picture.is_row[:-1]
+    )
+    ending = replace(asked, prompt=prompt, spans=(replace(span, picture=picture),))
+    text = asked.prompt[: span.start]
+
+    async def run() -> None:
+        async with started(LLAVA) as engine:
+            params = replace(PARAMS, repetition_penalty=1e6)
+            found = await submitted(engine, ending, params=params)
+            assert {*found.output_token_ids}.isdisjoint({*text, 90})
+            with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
+                await submitted(engine, asked, params=replace(PARAMS, prompt_logprobs=0))
+
+    asyncio.run(run())
 
 
 def test_a_state_goes_on_behind_an_image() -> None:
@@ -129,9 +179,9 @@ def test_what_cannot_run_is_refused_when_it_is_submitted() -> None:
     asked = of(LLAVA)[2]
 
     async def run() -> None:
-        async with started(LLAVA, image_rows=11) as engine:
+        async with started(LLAVA, image_rows=47) as engine:
             with pytest.raises(
-                InvalidRequestError, match=r"the images take 12 tokens.*--image-rows"
+                InvalidRequestError, match=r"the images take 48 tokens.*--image-rows"
             ):
                 await submitted(engine, asked)
             one = of(LLAVA)[0]

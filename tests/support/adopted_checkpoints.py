@@ -113,6 +113,7 @@ def write_checkpoint_with_towers(
                 setattr(tower, name, size)
     if placeholder is not None:
         config.image_token_id = placeholder
+        config.vision_config.image_size = 56
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32)

@@ -23,7 +23,7 @@ from torch import Tensor
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
-from minisgl.models import qwen3_5
+from minisgl.models import qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
@@ -95,6 +95,27 @@ def write_hybrid(architecture: str, folder: Path) -> Path:
     return _saved(made, config, folder)
 
 
+def write_vl(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    is_3 = "Qwen3" in architecture
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6 if is_3 else 3,  # more than get rows, in each of two stages
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+        **({"head_dim": 16} if is_3 else {}),
+    }
+    tower = LINED | ({"deepstack_visual_indexes": [0, 1], "depth": 2} if is_3 else {})
+    if architecture == "Qwen2VLForConditionalGeneration":
+        tower |= {"embed_dim": 32, "hidden_size": 64}
+    config = made.config_class(text_config=text, vision_config=tower, image_token_id=PLACEHOLDER)
+    return _saved(made, config, folder)
+
+
 LINED = {
     "depth": 1,
     "hidden_size": 32,
@@ -116,9 +137,12 @@ def _saved(made: Any, config: Any, folder: Path) -> Path:
     return folder
 
 
+LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
+QWEN_3_VL = "Qwen3VLForConditionalGeneration"
 WRITERS: dict[str, tuple[Any, Any]] = {
-    "LlavaForConditionalGeneration": (write_square, square_picture),
+    LLAVA: (write_square, square_picture),
     **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
+    **dict.fromkeys(qwen_vl.READERS, (write_vl, lined_picture)),
 }
 
 

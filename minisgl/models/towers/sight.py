@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,42 @@ from minisgl.models import qwen3_5
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 
+# Those whose images have any shape, in lines of rows: they count positions in three directions.
+# With each, how many pairs of a head each of these rotates, unless the config says it.
+BY_LINES: dict[str, tuple[int, int, int]] = {
+    **dict.fromkeys(qwen3_5.WITH_TOWER, (11, 11, 10)),
+    "Qwen2VLForConditionalGeneration": (16, 24, 24),
+    "Qwen2_5_VLForConditionalGeneration": (16, 24, 24),
+    "Qwen3VLForConditionalGeneration": (24, 20, 20),
+}
+# Of these, those whose pairs take turns; of the others, those of one position follow each other.
+_IN_TURN = frozenset((*qwen3_5.WITH_TOWER, "Qwen3VLForConditionalGeneration"))
+
+
+class Kind(enum.Enum):
+    """What a tower takes of an image."""
+
+    SQUARE = "one tile"
+    TILES = "tiles, and which of their pixels are there"
+    ANYRES = "the whole and its tiles, and the size of the image"
+    SIZED = "all of its pixels, and their size"
+    LINES = "patches, and how many lines of how many"
+
+
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
-SEEING = frozenset({"LlavaForConditionalGeneration", *qwen3_5.WITH_TOWER})
-# Those that count positions in three directions, and rotate each third pair by the same.
-_BY_TURNS = frozenset(qwen3_5.WITH_TOWER)
-_SECTIONS = (11, 11, 10)  # pairs by each position, unless the config says it
+SEEING: dict[str, Kind] = {
+    **dict.fromkeys(BY_LINES, Kind.LINES),
+    "GotOcr2ForConditionalGeneration": Kind.SQUARE,
+    "Idefics3ForConditionalGeneration": Kind.TILES,
+    "InternVLForConditionalGeneration": Kind.SQUARE,
+    "LightOnOcrForConditionalGeneration": Kind.SIZED,
+    "LlavaForConditionalGeneration": Kind.SQUARE,
+    "LlavaNextForConditionalGeneration": Kind.ANYRES,
+    "LlavaOnevisionForConditionalGeneration": Kind.ANYRES,
+    "Mistral3ForConditionalGeneration": Kind.SIZED,
+    "SmolVLMForConditionalGeneration": Kind.TILES,
+    "VipLlavaForConditionalGeneration": Kind.SQUARE,
+}
 _PLACEHOLDERS = ("image_token_id", "image_token_index")
 
 
@@ -26,7 +59,9 @@ class Sight:
     architecture: str
     values: dict[str, Any]  # of the whole config.json
     placeholder: int  # the id that a prompt has in the place of each row of an image
-    row_size: int  # numbers in a row
+    # Numbers in a row: a multiple of the hidden size, where there are rows that the outputs of the
+    # first layers get, too.
+    row_size: int
     # Which position rotates each pair of a head, where positions are counted in three directions: 0
     # that by frame, 1 that by line, 2 that within a line; empty: there is one position.
     axes: tuple[int, ...] = ()
@@ -47,26 +82,32 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
         return f"it was loaded with --task {options.task}"
     if not options.image_rows:
         return "it was loaded with --image-rows 0"
-    axes = _axes(names[0], fields.values["text_config"])
+    text = fields.values.get("text_config") or fields.values
+    axes = _axes(names[0], text)
     if axes and options.dp_attention:
         return "with --dp-attention it counts positions in one direction"
+    deep = (fields.values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+    if len(deep) >= model.num_layers // options.pp:
+        return f"with --pp {options.pp} the first stage has too few layers"
     return Sight(
         architecture=names[0],
         values=dict(fields.values),
         placeholder=int(placeholders[0]),
-        row_size=model.hidden_size,
+        row_size=(1 + len(deep)) * model.hidden_size,
         axes=axes,
     )
 
 
-def _axes(architecture: str, text: dict[str, Any]) -> tuple[int, ...]:
+def _axes(architecture: str, text: Mapping[str, Any]) -> tuple[int, ...]:
     """text: the config of the text part."""
-    if architecture not in _BY_TURNS:
+    if architecture not in BY_LINES:
         return ()
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sizes = rope.get("mrope_section") or _SECTIONS
-    axes = [0] * sum(sizes)
-    for axis in (1, 2):
-        for pair in range(axis, 3 * sizes[axis], 3):
-            axes[pair] = axis
+    sizes = rope.get("mrope_section") or BY_LINES[architecture]
+    axes = [axis for axis, size in enumerate(sizes) for _ in range(size)]
+    if architecture in _IN_TURN:
+        axes = [0] * len(axes)
+        for axis in (1, 2):
+            for pair in range(axis, min(len(axes), 3 * sizes[axis]), 3):
+                axes[pair] = axis
     return tuple(axes)

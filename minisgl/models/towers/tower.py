@@ -12,17 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
 from minisgl.models.hub import safetensors_files
-from minisgl.models.loader import DUMMY_SEED, fill_from_files
+from minisgl.models.loader import DUMMY_SEED, fill_from_files, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
 from minisgl.models.towers.sight import Sight
 
-_TEXT = "language_model"  # the text part among the modules of a model of transformers
+_TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
 _HEAD = "lm_head."
+_DTYPES = {"f": torch.float32, "i": torch.int64, "u": torch.int64, "b": torch.bool}
 
 
 class Tower:
@@ -47,20 +49,26 @@ class Tower:
         Queues its work on the current stream. Raises whatever the code of transformers raises.
         """
         given = {name: self._sent(inputs[name]) for name in self._takes & inputs.keys()}
-        found = self._features(**given, return_dict=True).pooler_output
-        parts = [found] if isinstance(found, Tensor) else found
-        rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-        return torch.cat(rows).to(self._dtype)
+        found = self._features(**given, return_dict=True)
+        deep = getattr(found, "deepstack_features", None) or ()
+        sides = [_joined(each) for each in (found.pooler_output, *deep)]
+        return torch.cat(sides, dim=1).to(self._dtype)
 
     def _sent(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, where numbers that are no integers have the model's dtype."""
         is_float = array.dtype.kind == "f"
-        dtype = torch.float32 if is_float else torch.int64
+        dtype = _DTYPES[array.dtype.kind]
         on_gpu = self._device.type == "cuda"
         sent = torch.empty(array.shape, dtype=dtype, pin_memory=on_gpu)
         np.copyto(sent.numpy(), array)
         moved = sent.to(self._device, non_blocking=True)
         return moved.to(self._dtype) if is_float else moved
+
+
+def _joined(features: Any) -> Tensor:
+    """[n, hidden_size], of a tensor, or several, of any shape."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def load_tower(
@@ -73,14 +81,25 @@ def load_tower(
         fill_randomly(module, device, DUMMY_SEED)
         return Tower(module, dtype, device)
     to = Destinations(
-        targets=checkpoint_targets(module, None),
+        targets={
+            name.removeprefix("."): target  # of the model itself
+            for name, target in checkpoint_targets(module, None).items()
+        },
         stacks={},
         scheme=None,
-        is_left_out=lambda name: name.startswith((f"{_TEXT}.", _HEAD)),
+        is_left_out=lambda name: name.startswith((*(f"{each}." for each in _TEXT), _HEAD)),
     )
     names = Names(name_of, is_quantizable)
     fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
     return Tower(module, dtype, device)
+
+
+def check_weights(sight: Sight, folder: Path) -> None:
+    """Raise UnsupportedModelError if the files have only the text part."""
+    module, name_of = _skeleton(sight, torch.float32, torch.device("meta"))
+    stored = stored_tensors(safetensors_files(folder), Names(name_of, is_quantizable))
+    if missing := module.state_dict().keys() - stored.keys():
+        raise UnsupportedModelError(f"its files lack {min(missing)}")
 
 
 def _skeleton(
@@ -95,7 +114,9 @@ def _skeleton(
         whole = getattr(transformers, sight.architecture)._from_config(config, dtype=dtype)
     name_of = names_of(whole)
     model = whole.model
-    setattr(model, _TEXT, nn.Identity())
+    for name in _TEXT:
+        if hasattr(model, name):
+            setattr(model, name, nn.Identity())
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             made = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)

@@ -15,9 +15,9 @@ from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import in_one_line
 from minisgl.models.decoder import Decoder
+from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import Sight
 from minisgl.models.towers.tower import Tower, load_tower
-from minisgl.models.towers.turning import TurningModel
 from minisgl.parts.device_part import StepPart
 from minisgl.parts.images.host import Encode, ImagePlan
 
@@ -57,15 +57,15 @@ class DeviceImages:
         self,
         tower: Tower | None,
         embedding: SeenEmbedding | None,
-        turning: TurningModel | None,
+        seeing: SeeingModel | None,
         rows: Tensor,
         offsets: Tensor | None,
         lanes: Lanes,
     ) -> None:
-        """turning: the model, if it counts positions in three directions. rows: the buffer.
+        """seeing: the model, if it counts positions in three directions. rows: the buffer.
         offsets: [num_slots + 1] int64, of such a model, as in SlotTables."""
         self._tower, self._rows, self._lanes = tower, rows, lanes
-        self._embedding, self.turning, self.offsets = embedding, turning, offsets
+        self._embedding, self.seeing, self.offsets = embedding, seeing, offsets
         self._lane = copy_lane(lanes, priority=0)
         # What ends the encoding of an image, by its number, or why it failed: for `open`, which
         # needs no mark that is reached, and for `landed`, which another thread calls.
@@ -80,9 +80,9 @@ class DeviceImages:
                 [[*each] for each in zip(*plan.offsets, strict=True)]
             )
             self.offsets.index_copy_(0, slots, values)
-        if plan.rope and self.turning is not None:
+        if plan.rope and self.seeing is not None:
             (rope,) = self._lanes.upload([np.frombuffer(plan.rope, np.int32)])
-            self.turning.rope = rope.view(3, -1)
+            self.seeing.rope = rope.view(3, -1)
         for number in plan.reads:
             mark = self._marks.pop(number, None)
             if isinstance(mark, str):
@@ -95,8 +95,8 @@ class DeviceImages:
             self._embedding.is_open = bool(plan.reads)
 
     def close(self) -> None:
-        if self.turning is not None:
-            self.turning.rope = None
+        if self.seeing is not None:
+            self.seeing.rope = None
         if self._embedding is not None:
             self._embedding.is_open = False
 
@@ -176,6 +176,7 @@ def load_images(
     *,
     num_rows: int,
     num_slots: int,
+    hidden_size: int,
     dtype: torch.dtype,
     load_format: str,
     is_first: bool,
@@ -183,16 +184,18 @@ def load_images(
     """Give a model whose weights are filled its tower, and a buffer of so many rows. is_first:
     whether the model is the first stage, which embeds. Raises CheckpointError."""
     device = lanes.device
-    turning, offsets = None, None
+    num_rows = num_rows if is_first else 0
+    rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
+    seeing, offsets = None, None
     if sight.axes:
-        turning = TurningModel(cast("CausalLM", model), sight.axes, device)
+        seeing = SeeingModel(cast("CausalLM", model), sight.axes, rows, hidden_size)
         offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
     if not is_first:
-        return DeviceImages(None, None, turning, torch.empty(0), offsets, lanes)
+        return DeviceImages(None, None, seeing, rows, offsets, lanes)
     tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
-    rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
-    embedding = _replace_embedding(cast("CausalLM | AdoptedModel", model), rows)
-    return DeviceImages(tower, embedding, turning, rows, offsets, lanes)
+    first = rows[:, :hidden_size]
+    embedding = _replace_embedding(cast("CausalLM | AdoptedModel", model), first)
+    return DeviceImages(tower, embedding, seeing, rows, offsets, lanes)
 
 
 def _replace_embedding(model: CausalLM | AdoptedModel, rows: Tensor) -> SeenEmbedding:

@@ -38,6 +38,7 @@ def facts_of(setup: Setup) -> dict[str, str]:
     facts = {
         "the version of minisgl": minisgl.__version__,
         "that of PyTorch": str(torch.__version__),
+        "what the model takes": "text" if isinstance(setup.sight, str) else "text and images",
     }
     for spec in fields(config):
         if spec.name not in OWN_OPTIONS:

@@ -1,0 +1,186 @@
+"""The proof that a model sees here what it sees in transformers: mistakes fail it, and then only
+the text part runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine, startup
+from minisgl.engine.image_proof import proven
+from minisgl.errors import InvalidRequestError
+from minisgl.models import qwen_vl
+from minisgl.models.towers.seeing import SeeingModel
+from minisgl.models.towers.sight import SEEING, Sight
+from minisgl.models.towers.tower import Tower
+from minisgl.parts.images import host, positions
+from minisgl.parts.images.device import SeenEmbedding
+from minisgl.parts.images.host import Images, Pictured
+from minisgl.request import SamplingParams
+from minisgl.runner.load import load_runner
+from minisgl.runner.setup import Setup, read_setup
+
+
+def setup_of(architecture: str) -> Setup:
+    folder = str(image_case(architecture).folder)
+    return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS])
+def test_models_that_see_are_shown_to(architecture: str) -> None:
+    found = proven(setup_of(architecture), startup._small_engine)
+    assert isinstance(found.sight, Sight)
+    assert found.model.notes[-1].startswith("images: shown to be seen as in transformers in ")
+
+
+# One of each kind of inputs; ARCHITECTURES=all runs all of them.
+PUBLISHED = (
+    *("Idefics3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    "LlavaNextForConditionalGeneration",
+)
+TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISHED
+
+
+@pytest.mark.parametrize("architecture", TESTED)
+def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path: Path) -> None:
+    config = getattr(transformers, architecture).config_class()
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
+    options |= {"load_format": "dummy", "max_seq_len_override": 128}
+    found = proven(read_setup(EngineConfig(model=str(tmp_path), **options)), startup._small_engine)
+    assert isinstance(found.sight, Sight), found.sight
+
+
+def _one_direction(self: Pictured, start: int, end: int) -> Any:
+    return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start))
+
+
+def _by_column(spans: Any) -> Any:
+    found, offset = _rope_positions(spans)
+    return found[[0, 2, 1]], offset
+
+
+def _next_row(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
+    seen = self._rows[(-token_ids).clamp(min=0)]
+    return torch.where((token_ids < 0)[:, None], seen, self.base(token_ids.clamp(min=0)))
+
+
+def _as_text(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
+    return self.base(token_ids.clamp(min=0))
+
+
+_rope_positions = positions.rope_positions
+_init, _add = SeeingModel.__init__, SeeingModel._add
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "positions in one direction": (Pictured, "rope", _one_direction),
+    "lines for columns": (host, "rope_positions", _by_column),
+    "axes in turn": (
+        SeeingModel,
+        "__init__",
+        lambda self, model, axes, *others: _init(self, model, sorted(axes), *others),
+    ),
+    "decoding at the length": (Images, "_changed_offsets", lambda self, work: ()),
+}
+OF_DEEP: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "nothing behind layers": (SeeingModel, "_add", lambda self, number, layer, args: args),
+    "behind the wrong layers": (
+        SeeingModel,
+        "_add",
+        lambda self, number, *others: _add(self, 1 - number, *others),
+    ),
+}
+OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "another row": (SeenEmbedding, "forward", _next_row),
+    "no row": (SeenEmbedding, "forward", _as_text),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mistake"),
+    [
+        *((QWEN, mistake) for mistake in MISTAKES | OF_ALL),
+        *((LLAVA, mistake) for mistake in OF_ALL),
+        *((QWEN_3_VL, mistake) for mistake in OF_DEEP | MISTAKES),
+    ],
+)
+def test_a_mistake_fails_the_proof(
+    architecture: str, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP)[mistake])
+    found = proven(setup_of(architecture), startup._small_engine)
+    assert isinstance(found.sight, str), "the proof finds nothing"
+    assert found.sight.startswith(f"{architecture} does not see here as it does in transformers")
+
+
+def test_the_text_part_runs_where_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*OF_ALL["no row"])
+    monkeypatch.setattr(Tower, "rows", None)  # it is not made either
+    options = EngineConfig(
+        model=str(image_case(QWEN).folder),
+        device="cpu",
+        dtype="float32",
+        num_pages=99,
+        load_format="dummy",
+    )
+
+    async def run() -> None:
+        async with await AsyncEngine.start(options) as engine:
+            params = SamplingParams(max_tokens=3, temperature=0)
+            with pytest.raises(InvalidRequestError, match=r"takes no images: .* does not"):
+                await submitted(engine, image_case(QWEN).asked[0])
+            async for _ in engine.submit([1, 2, 3], params):
+                pass
+
+    asyncio.run(run())
+
+
+def test_files_without_the_tower_run_as_text(tmp_path: Path) -> None:
+    folder = image_case(QWEN).folder
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if ".visual." not in name}
+    assert len(text) < len(tensors)
+    save_file(text, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", num_pages=99)
+    found = proven(read_setup(options), startup._small_engine)
+    assert isinstance(found.sight, str) and "its files lack visual." in found.sight
+    assert found.model.notes[-1].startswith("images: none, since")
+    load_runner(found).close()
+
+
+def test_positions_are_those_of_transformers() -> None:
+    """Of three images, of which two follow each other."""
+    asked = image_case(QWEN).asked[2]
+    ids = np.array(asked.prompt)
+    spans = asked.spans
+    config = Qwen3_5Model.config_class(vision_config={"spatial_merge_size": 2})
+    model = Qwen3_5Model.__new__(Qwen3_5Model)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    grids = np.concatenate([span.picture.inputs["image_grid_thw"] for span in spans])
+    wanted, offset = model.get_rope_index(
+        torch.from_numpy(ids)[None],
+        mm_token_type_ids=torch.from_numpy(ids < 0).int()[None],
+        image_grid_thw=torch.from_numpy(grids),
+    )
+    pictured = Pictured(spans)
+    assert (pictured.rope(0, len(ids)) == wanted[:, 0].numpy()).all()
+    assert pictured.offset == int(offset)
+    for start in range(len(ids)):
+        part = pictured.rope(start, len(ids) + 2)
+        assert (part[:, : len(ids) - start] == wanted[:, 0, start:].numpy()).all()
+        assert (part[:, len(ids) - start :] == np.arange(2) + len(ids) + pictured.offset).all()
