@@ -22,7 +22,6 @@ class AdapterWeights(NamedTuple):
     a: Tensor  # [num_slots, num_parts, max_rank, k]
     # [num_slots, n · max_rank], likewise: of a slot of rank r the first n · r are B [n, r].
     b: Tensor
-    scales: Tensor  # [num_slots, num_parts] float32: by which x Aᵀ is multiplied
     ranks: Tensor  # [num_slots] int32, multiples of RANK_UNIT; 0: the slot adds nothing
     starts: tuple[int, ...]  # first row of W of each part
 
@@ -42,9 +41,11 @@ class AdaptedRows(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What adapters add to a product: v Bᵀ, with v of `shrink`."""
+    """What adapters add to a product: v Bᵀ, with v = x Aᵀ of `shrink`."""
 
-    v: Tensor  # [num_rows, num_parts · max_rank], of x's dtype
+    # [any, num_rows, num_parts · max_rank] float32: of each split of k. Their sum is rounded to x's
+    # dtype before it is multiplied.
+    v: Tensor
     weights: AdapterWeights
     rows: AdaptedRows
 
@@ -89,7 +90,6 @@ def allocate(
     return AdapterWeights(
         a=torch.empty((num_slots, len(widths), max_rank, k), dtype=dtype, device=device),
         b=torch.empty((num_slots, n * max_rank), dtype=dtype, device=device),
-        scales=torch.ones((num_slots, len(widths)), device=device),
         ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
         starts=tuple(starts),
     )

@@ -101,7 +101,7 @@ def linear(
         x_squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
-    exchange = (*sending(epilogue.mailbox), adding(epilogue.delta))
+    exchange = (*sending(epilogue.mailbox), adding(epilogue.delta, tiles.block_n))
     options = {
         "block_n": tiles.block_n,
         "block_m": tiles.block_m,
@@ -112,6 +112,7 @@ def linear(
         "gelu": epilogue.gelu,
         "whole_n": n % tiles.block_n == 0,
         "whole_k": k % tiles.block_k == 0,
+        "lanes": tiles.num_warps * 32,
         "num_warps": tiles.num_warps,
         **pdl_options(x.device, pdl),
     }
@@ -131,7 +132,6 @@ def linear(
         *split,
         tiles.prefetch if k % 8 == 0 else 0,
         stages=tiles.num_stages,
-        lanes=tiles.num_warps * 32,
         **options,
     )
     return result

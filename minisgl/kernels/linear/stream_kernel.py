@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm
-from minisgl.kernels.linear.delta_parts import fetch_delta, wait_before_loop
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -70,15 +70,18 @@ def stream_kernel(
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
         if gated:
             fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_before_loop(delta, pdl)
-    if pdl and delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
-        if part == 0:
-            fetch_delta(delta, n_tile * block_n, n, block_n, lanes)
-            if gated:
-                fetch_delta(delta, n + n_tile * block_n, 2 * n, block_n, lanes)
-
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
+    if delta is not None:
+        adapted = before_wait(
+            delta, row, num_rows, part, n_tile * block_n, n, gated, block_n, lanes, pdl
+        )
+    wait_for_previous(pdl)
+
+    if delta is not None:
+        added = delta_of(delta, adapted, column, n)
+        if gated:
+            added_up = delta_of(delta, adapted, n + column, 2 * n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:
@@ -121,8 +124,11 @@ def stream_kernel(
 
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
+    if delta is not None:
+        acc += tl.trans(added)
+        if gated:
+            up += tl.trans(added_up)
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
-        delta, pdl,
     )  # fmt: skip

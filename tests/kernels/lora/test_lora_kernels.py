@@ -26,7 +26,8 @@ from minisgl.kernels.adapters import (
 from minisgl.kernels.linear.dense_gemm import linear
 from minisgl.kernels.linear.epilogue import GATED, Epilogue
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
-from minisgl.kernels.lora import expand_kernel, reference, shrink_kernel, sort_kernel
+from minisgl.kernels.lora import expand_kernel, reference, sort_kernel
+from minisgl.kernels.lora.shrink_kernel import shrink
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STREAM = LinearTiles(64, 16, 32, num_stages=2)
@@ -50,7 +51,6 @@ def adapters_of(
     weights = allocate(len(ranks), padded(max(ranks)), k, tuple(widths), dtype=dtype, device=DEVICE)
     weights.a.fill_(torch.nan)
     weights.b.fill_(torch.nan)
-    weights.scales.copy_(torch.rand_like(weights.scales) + 0.5)
     added = []
     for slot, rank in enumerate(ranks):
         weights.ranks[slot] = padded(rank)
@@ -62,9 +62,7 @@ def adapters_of(
         added.append(
             torch.cat(
                 [
-                    b[columns, :rank].double()
-                    @ weights.a[slot, part, :rank].double()
-                    * weights.scales[slot, part].double()
+                    b[columns, :rank].double() @ weights.a[slot, part, :rank].double()
                     for part, columns in enumerate(places_of_parts(weights))
                 ]
             )
@@ -89,22 +87,13 @@ def exact(x: Tensor, added: Sequence[Tensor], rows: AdaptedRows) -> Tensor:
     )
 
 
-def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
-    """By the kernel, with a workspace whose counters it leaves as they were."""
-    workspace = shrink_kernel.allocate_workspace(DEVICE)
-    workspace.partials.fill_(torch.nan)
-    delta = shrink_kernel.shrink(x, weights, rows, workspace)
-    assert not workspace.semaphores.any()
-    return delta
-
-
 def with_nan_where_undefined(delta: Delta) -> Delta:
     """v with NaN in all that shrink does not define, which nothing may read."""
-    v = torch.full_like(delta.v, torch.nan).view(len(delta.v), -1, delta.weights.max_rank)
+    v = torch.full_like(delta.v, torch.nan).unflatten(2, (-1, delta.weights.max_rank))
     for row, adapter in enumerate(delta.rows.adapters.tolist()):
         rank = int(delta.weights.ranks[adapter - 1]) if adapter else 0
-        v[row, :, :rank] = delta.v.view(v.shape)[row, :, :rank]
-    return delta._replace(v=v.flatten(1))
+        v[:, row, :, :rank] = delta.v.view(v.shape)[:, row, :, :rank]
+    return delta._replace(v=v.flatten(2))
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8, 33])
@@ -209,7 +198,7 @@ def test_a_gemm_adds_a_delta_to_its_sums(
             continue
         mine = torch.tensor([adapter], dtype=torch.int32, device=DEVICE)
         alone = sort_kernel.sort_rows(mine, len(ranks))
-        own = delta._replace(v=delta.v[one].contiguous(), rows=alone)
+        own = delta._replace(v=delta.v[:, one].contiguous(), rows=alone)
         assert torch.equal(gemm(x[one], w, Epilogue(delta=own), how), y[one])
 
 
