@@ -164,6 +164,9 @@ class DeviceTuning:
     linear_programs: int = 132
     # Elements of k, a multiple of 128, that a program has fetched into L2 before it waits.
     linear_prefetch: int = 256
+    # Bytes of W that all programs have fetched if they add a delta: as many as are read while its
+    # shrink runs. Not measured yet.
+    delta_prefetch: int = 24 << 20
     # Programs of the burst kernel on each SM, up to which it is taken.
     burst_programs: int = 2
 

@@ -125,12 +125,16 @@ def linear(
         return result
 
     splits, split = split_arguments(m, weight.shape[0], k, tiles, workspace, gated=gated)
+    prefetch = tiles.prefetch
+    if epilogue.delta is not None:
+        num_bytes = across_m * splits * weight.shape[0] * 128 * weight.itemsize  # of 128 elements
+        prefetch = max(tuning_of(x.device).delta_prefetch // num_bytes * 128, prefetch)
     stream_kernel[(across_m, splits, across_n)](
         *tensors,
         *numbers,
         *exchange,
         *split,
-        tiles.prefetch if k % 8 == 0 else 0,
+        prefetch if k % 8 == 0 else 0,
         stages=tiles.num_stages,
         **options,
     )
