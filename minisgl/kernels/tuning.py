@@ -152,7 +152,7 @@ class DeviceTuning:
     linear_weights: tuple[tuple[int, int], ...] = ((16, 1 << 26), (32, 1 << 24), (128, 1 << 22))
     # The same where adapters add to the result, for which cuBLAS takes a launch more. Not measured
     # yet.
-    delta_weights: tuple[tuple[int, int], ...] = ((16, NO_LIMIT), (32, 1 << 26), (128, 1 << 22))
+    delta_weights: tuple[tuple[int, int], ...] = ((32, NO_LIMIT), (128, 1 << 22))
     # Rows from which on only ungated maps count, and up to 64 rows only those with k > n.
     linear_gated_rows: int = 32
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
