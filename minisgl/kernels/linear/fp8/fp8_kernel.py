@@ -83,7 +83,7 @@ def fp8_kernel(
     wait_for_previous(pdl)
 
     if delta is not None:
-        added = delta_of(delta, adapted, column, n)
+        added, _ = delta_of(delta, adapted, column, n, False)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     exchange = row  # a placeholder unless it is used
     if exchanges is not None:

@@ -93,9 +93,7 @@ def weight_only_kernel(
     wait_for_previous(pdl)
 
     if delta is not None:
-        added = delta_of(delta, adapted, column, n)
-        if gated:
-            added_up = delta_of(delta, adapted, n + column, 2 * n)
+        added, added_up = delta_of(delta, adapted, column, n, gated)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange, norm_scale = squares, row, row  # placeholders unless they are used
     if squares is not None:
