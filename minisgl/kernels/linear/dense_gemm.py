@@ -132,8 +132,11 @@ def linear(
         tuning = tuning_of(x.device)
         prefetch = max(tuning.delta_prefetch // num_bytes * 128, prefetch)
         # The delta takes more registers than the loop: not so many that fewer programs run at once.
-        resident = triton.cdiv(across_m * splits * across_n, tuning.linear_programs)
-        if resident >= _MOST_RESIDENT:
+        halves = 2 if gated else 1
+        stage = (tiles.block_n * halves + tiles.block_m) * tiles.block_k * weight.itemsize
+        fitting = tuning.shared_bytes // (stage * tiles.num_stages)
+        wanted = triton.cdiv(across_m * splits * across_n, tuning.linear_programs)
+        if min(fitting, wanted) >= _MOST_RESIDENT:
             options["maxnreg"] = _REGISTERS // (tiles.num_warps * 32 * _MOST_RESIDENT) // 8 * 8
     stream_kernel[(across_m, splits, across_n)](
         *tensors,
