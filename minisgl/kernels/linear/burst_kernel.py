@@ -66,7 +66,8 @@ def burst_kernel(
     if not whole_n:
         w_row = tl.minimum(w_row, n - 1 - n_tile * block_n)
     weight += n_tile.to(tl.int64) * block_n * k
-    up_weight = weight + n.to(tl.int64) * k
+    if gated:
+        up_weight = weight + n.to(tl.int64) * k
     w_place = spread(w_row, groups) * k + columns
     w, up_w, factor, rows = (), (), (), ()
     for i in tl.static_range(pieces):

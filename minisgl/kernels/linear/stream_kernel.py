@@ -66,7 +66,8 @@ def stream_kernel(
     first = part * split_size
     end = tl.minimum(first + split_size, k)
     weight += n_tile.to(tl.int64) * block_n * k
-    up_weight = weight + n.to(tl.int64) * k
+    if gated:
+        up_weight = weight + n.to(tl.int64) * k
     if pdl and whole_n and prefetch > 0:
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
         if gated:
