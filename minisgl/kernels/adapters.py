@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ class AdapterWeights(NamedTuple):
     a: Tensor  # [num_slots, num_parts, max_rank, k]
     # [num_slots, n · max_rank], likewise: of a slot of rank r the first n · r are B [n, r].
     b: Tensor
-    scales: Tensor  # [num_slots, num_parts] float32: by which x Aᵀ is multiplied
     ranks: Tensor  # [num_slots] int32, multiples of RANK_UNIT; 0: the slot adds nothing
     starts: tuple[int, ...]  # first row of W of each part
 
@@ -39,14 +39,20 @@ class AdaptedRows(NamedTuple):
     # [any, 3] int32: adapter, first and end in `order` of each tile of rows; adapter 0: no tile.
     tiles: Tensor
     active: Tensor  # [1 + num_slots] int32: how many adapters have rows, and these, ascending
+    # Each a [1] int32 that is 0 when a step begins, for one of its launches; they may run out.
+    flags: Iterator[Tensor] = iter(())
 
 
 class Delta(NamedTuple):
-    """What adapters add to a product: v Bᵀ, with v of `shrink`."""
+    """What adapters add to a product: v Bᵀ, with v = x Aᵀ of `shrink`."""
 
-    v: Tensor  # [num_rows, num_parts · max_rank], of x's dtype
+    # [any, num_rows, num_parts · max_rank] float32: of each split of k. Their sum is rounded to x's
+    # dtype before it is multiplied.
+    v: Tensor
     weights: AdapterWeights
     rows: AdaptedRows
+    # [1] int32: 1 from when x is complete, which is before v is. None: nothing tells.
+    ready: Tensor | None = None
 
 
 def tiles_of(num_rows: int, num_slots: int, tile_rows: int) -> int:
@@ -89,7 +95,6 @@ def allocate(
     return AdapterWeights(
         a=torch.empty((num_slots, len(widths), max_rank, k), dtype=dtype, device=device),
         b=torch.empty((num_slots, n * max_rank), dtype=dtype, device=device),
-        scales=torch.ones((num_slots, len(widths)), device=device),
         ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
         starts=tuple(starts),
     )

@@ -12,10 +12,14 @@ follow three rules:
    every program of this one is past its wait and the previous kernel is complete, which is why two
    launches are enough in 1. It costs nothing: the next kernel still starts while this one works.
 
-A GEMM that adds what adapters do waits only before it reads the result of their shrink, which is
-the launch before it: by 3 all else that it reads is complete when it starts, and the workspace that
-it writes before is not the shrink's. It lets the next kernel start at once, for which 1 holds but
-for that result, which no other kernel reads.
+Only the shrink of adapters lets the next kernel start before it waits, so that a GEMM has its W
+fetched meanwhile. What follows a shrink reads before its wait only what is older than three
+launches. When that wait is over, so is the launch before the shrink, for which the shrink waits.
+
+The stream kernel, too, lets the next kernel start before this wait, which is at its end. It reads x
+once the shrink has set a flag after its own wait (delta_parts.wait_for_x): all before the shrink is
+complete then. What the next kernel reads before its wait is not of the shrink, which writes for the
+stream kernel alone.
 
 Functions that launch kernels take `pdl`: whether their launches overlap, where the device can.
 

@@ -152,7 +152,7 @@ class DeviceTuning:
     linear_weights: tuple[tuple[int, int], ...] = ((16, 1 << 26), (32, 1 << 24), (128, 1 << 22))
     # The same where adapters add to the result, for which cuBLAS takes a launch more. Not measured
     # yet.
-    delta_weights: tuple[tuple[int, int], ...] = ((16, NO_LIMIT), (32, 1 << 26), (128, 1 << 22))
+    delta_weights: tuple[tuple[int, int], ...] = ((32, NO_LIMIT), (128, 1 << 22))
     # Rows from which on only ungated maps count, and up to 64 rows only those with k > n.
     linear_gated_rows: int = 32
     # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
@@ -164,6 +164,9 @@ class DeviceTuning:
     linear_programs: int = 132
     # Elements of k, a multiple of 128, that a program has fetched into L2 before it waits.
     linear_prefetch: int = 256
+    # Bytes of W that all programs have fetched if they add a delta: as many as are read while its
+    # shrink runs. Not measured yet.
+    delta_prefetch: int = 24 << 20
     # Programs of the burst kernel on each SM, up to which it is taken.
     burst_programs: int = 2
 

@@ -43,5 +43,5 @@ class AddingFp8(Adding):
         return partial(one_shot.received_norm, mailbox=mailbox)
 
     def _gemm(self, x: Tensor, mailbox: Mailbox | None = None) -> Tensor:
-        rounded = self._fp8.rounded_rows(x)  # first: the shrink must be the launch before the GEMM
+        rounded = self._fp8.rounded_rows(x)  # first: W is fetched while the shrink runs
         return self._fp8.gemm(rounded, mailbox=mailbox, delta=self.delta(x))

@@ -110,7 +110,7 @@ class AdapterPool:
     @property
     def num_bytes(self) -> int:
         """On the device."""
-        return self._matrices.nbytes + self._kernels.num_bytes
+        return self._matrices.nbytes
 
     def pack(self, adapter: Adapter) -> HostAdapter:
         """What a slot takes of an adapter. Raises AdapterError if it does not fit. Runs on any
@@ -168,7 +168,7 @@ class AdapterPool:
 
     def _slots(self, matrices: Tensor, ranks: Tensor) -> _Slots:
         """Views of slots. matrices: [num_slots, size of a slot]; ranks: [num_sites, num_slots]."""
-        slots, end, num_slots = _Slots({}, {}), 0, len(matrices)
+        slots, end = _Slots({}, {}), 0
         for (path, site), of_site in zip(self._sites.items(), ranks, strict=True):
             found = []
             for shape in self._room(site):
@@ -178,8 +178,7 @@ class AdapterPool:
                 a, b = found
                 widths = [part.outputs.size for part in site.parts]
                 starts = (0, *itertools.accumulate(widths[:-1]))
-                scales = torch.ones((num_slots, len(widths)), device=a.device)
-                slots.of_linears[path] = AdapterWeights(a, b, scales, of_site, starts)
+                slots.of_linears[path] = AdapterWeights(a, b, of_site, starts)
             else:
                 slots.of_experts[path] = tuple(map(Pair, found[::2], found[1::2]))
         return slots

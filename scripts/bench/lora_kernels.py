@@ -1,11 +1,11 @@
 """Cases of bench_kernels.py: products of which rows have adapters (LoRA).
 
 `minisgl` is the shrink and our GEMM, which adds the delta; `cuBLAS` shrink, cuBLAS and expand; of
-0 adapters the GEMMs alone. Weights and adapters are as cold as in a model, and x is written before
-each call, which counts. What a case takes more than that of 0 adapters, by the faster of both,
-summed up over a layer's products and times the layers, is what adapters cost a step.
-Bytes: of W, and of A and B once for each
-adapter.
+0 adapters the GEMMs alone. `shrink` is the shrink alone, and `gemm` our GEMM with v from before.
+Weights and adapters are as cold as in a model, and x is written before each call, which counts.
+What a case takes more than that of 0 adapters, by the faster of both, summed up over a layer's
+products and times the layers, is what adapters cost a step. Bytes: of W, and of A and B once for
+each adapter.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ def lora_problem(
     from minisgl.kernels.linear.tiles import LinearWorkspace
     from minisgl.kernels.lora import reference
     from minisgl.kernels.lora.expand_kernel import expand
-    from minisgl.kernels.lora.shrink_kernel import allocate_workspace, shrink
+    from minisgl.kernels.lora.shrink_kernel import shrink
     from minisgl.kernels.lora.sort_kernel import sort_rows
 
-    workspace, own = (
-        LinearWorkspace.allocate([(WORKSPACE_FLOATS, SEMAPHORES)], DEVICE),
-        allocate_workspace(DEVICE),
-    )
+    workspace = LinearWorkspace.allocate([(WORKSPACE_FLOATS, SEMAPHORES)], DEVICE)
     num_slots = max(num_adapters, 1)
     adapters = (torch.arange(m, device=DEVICE) % num_slots + 1).int()
-    rows, source = sort_rows(adapters, num_slots), random(m, shape.k)
+    step, source = [sort_rows(adapters, num_slots)], random(m, shape.k)
 
     def make() -> tuple[Tensor, AdapterWeights]:
         slots = slots_of(num_slots, shape.k, widths, rank)
@@ -64,26 +61,50 @@ def lora_problem(
     num_bytes = 2.0 * (shape.size + num_adapters * rank * (len(widths) * shape.k + shape.n))
     pairs = copies(make, num_bytes)
 
-    def product(pair: tuple[Tensor, AdapterWeights], ours: bool) -> Tensor:
-        w, slots = pair
+    before = shrink(source, pairs[0][1], step[0])._replace(ready=None)
+
+    def ours(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
+        x, delta = source * 1, None
+        if adapted:
+            delta = shrink(x, pair[1], step[0])
+        return linear(x, pair[0], epilogue=Epilogue(delta=delta), workspace=workspace)
+
+    def by_cublas(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
         x = source * 1
-        delta = shrink(x, slots, rows, own) if adapted else None
-        if ours:
-            return linear(x, w, epilogue=Epilogue(delta=delta), workspace=workspace)
-        y = x @ w.T
-        if delta is not None:
-            expand(y, delta)
+        if not adapted:
+            return x @ pair[0].T
+        delta = shrink(x, pair[1], step[0])
+        y = x @ pair[0].T
+        expand(y, delta)
         return y
 
-    def ways(ours: bool) -> Callable[[], Sequence[Call]]:
-        return lambda: in_turn(partial(product, ours=ours), pairs, NUM_CALLS)
+    def alone(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
+        shrink(source * 1, pair[1], step[0])
+        return expected
+
+    def gemm(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
+        epilogue = Epilogue(delta=before._replace(weights=pair[1]))
+        return linear(source * 1, pair[0], epilogue=epilogue, workspace=workspace)
 
     w, slots = pairs[0]
     expected = source @ w.T
     if adapted:
-        reference.expand(expected, reference.shrink(source, slots, rows))
+        reference.expand(expected, reference.shrink(source, slots, step[0]))
+    ways = {"minisgl": ours, "cuBLAS": by_cublas}
+    ways |= {"shrink": alone, "gemm": gemm} if adapted else {}
+
+    def calls(way: Callable[[tuple[Tensor, AdapterWeights]], Tensor]) -> list[Call]:
+        """As a step's, behind the launch that sorts its rows and resets their flags."""
+        first, *others = in_turn(way, pairs, NUM_CALLS)
+
+        def begin() -> object:
+            step[0] = sort_rows(adapters, num_slots)
+            return first()
+
+        return [begin, *others]
+
     return Problem(
-        calls={"minisgl": ways(True), "cuBLAS": ways(False)},
+        calls={name: partial(calls, way) for name, way in ways.items()},
         num_bytes=num_bytes,
         expected=expected,
     )

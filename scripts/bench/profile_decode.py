@@ -5,7 +5,8 @@
 Requests of --input prompt tokens decode together while torch.profiler watches --steps of their
 steps. Launches may overlap: the time of a kernel is what it adds to the end of the work before it,
 and *gaps* is what is left of the step, in which no kernel ran. FOLDER needs no more than a
-config.json (see scripts/tools/dummy_config.py).
+config.json (see scripts/tools/dummy_config.py). With --adapters the requests have so many random
+ones in turn, of --lora-rank, as bench_adapters.py makes them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bench_adapters import write_adapter
+from rich.console import Console
 from rich.table import Table
 from script_runner import above_zero, engine_config, make_parser, run_script
 from torch.profiler import ProfilerActivity, profile
@@ -26,8 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import bench_engine, freeze_memory
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
+from minisgl.request import Extra
 
 
 class Launch(NamedTuple):
@@ -52,14 +59,15 @@ def added_us(launches: Sequence[Launch]) -> dict[str, list[float]]:
 
 async def record(engine: AsyncEngine, arguments: argparse.Namespace) -> tuple[list[Launch], int]:
     """The launches of some steps, and the number of these."""
-    rng = random.Random(0)
+    rng, names = random.Random(0), [*engine.adapters]
     # Enough tokens to reach steady decode, to be watched, and to be still there at the end.
     num_tokens = 3 * arguments.steps + 64
     streams = []
     for index in range(arguments.batch):
         prompt = random_tokens(rng, arguments.input, engine.model.vocab_size)
         job = ScheduledRequest(prompt=prompt, max_tokens=num_tokens, seed=index)
-        streams.append(engine.submit(prompt, job.params(arguments.temperature)))
+        extras: list[Extra] = [engine.adapter(names[index % len(names)])] if names else []
+        streams.append(engine.submit(prompt, job.params(arguments.temperature), extras=extras))
     await asyncio.gather(*map(anext, streams))
 
     async def until(count: int) -> None:
@@ -100,8 +108,19 @@ def table_of(launches: Sequence[Launch], num_steps: int) -> Table:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    console = make_console()
-    async with bench_engine(console, engine_config(arguments)) as engine:
+    console, rank = make_console(), arguments.lora_rank
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, str(number)) for number in range(arguments.adapters)]
+        for number, folder in enumerate(folders):
+            write_adapter(Path(arguments.model), folder, rank, number)
+        lora = tuple(f"{folder.name}={folder}" for folder in folders)
+        adapted = {"lora": lora, "max_loras": len(lora), "max_lora_rank": rank} if lora else {}
+        config = engine_config(arguments, **adapted)
+        await show(console, config, arguments)
+
+
+async def show(console: Console, config: EngineConfig, arguments: argparse.Namespace) -> None:
+    async with bench_engine(console, config) as engine:
         freeze_memory()
         await record(engine, arguments)  # a first time, for what is compiled or loaded late
         console.print(table_of(*await record(engine, arguments)))
@@ -113,6 +132,8 @@ def main() -> int:
     parser.add_argument("--batch", type=number, default=1, help="requests that decode together")
     parser.add_argument("--input", type=number, default=512, help="prompt tokens of each")
     parser.add_argument("--steps", type=number, default=50, help="steps to watch")
+    parser.add_argument("--adapters", type=int, default=0, help="that the requests have in turn")
+    parser.add_argument("--lora-rank", type=number, default=16, help="of each")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     return run_script(run(parser.parse_args()))
 

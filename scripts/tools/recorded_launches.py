@@ -206,7 +206,7 @@ def _adapt() -> None:
     from minisgl.kernels.linear.dense_tiles import allocate_workspace
     from minisgl.kernels.lora import expand_kernel, shrink_kernel, sort_kernel
 
-    dtype, own = torch.bfloat16, shrink_kernel.allocate_workspace(GPU)
+    dtype = torch.bfloat16
     for m, max_rank, hidden, inner in product((1, 32, 2048), (16, 64, 320), (1024, 4096), (14336,)):
         rows = sort_kernel.sort_rows(torch.zeros(m, dtype=torch.int32, device=GPU), 8)
         for widths, k, gated, adds in (
@@ -217,7 +217,7 @@ def _adapt() -> None:
             weights = allocate(8, max_rank, k, widths, dtype, GPU)
             x, w = (torch.zeros((size, k), dtype=dtype, device=GPU) for size in (m, sum(widths)))
             y = torch.zeros((m, sum(widths)), dtype=dtype, device=GPU)
-            delta = shrink_kernel.shrink(x, weights, rows, own)
+            delta = shrink_kernel.shrink(x, weights, rows)
             expand_kernel.expand(y, delta)
             if m <= 64:
                 room = allocate_workspace([w.shape], m, GPU)

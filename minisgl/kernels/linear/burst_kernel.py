@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here
-from minisgl.kernels.linear.delta_parts import wait_before_loop
+from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -53,6 +53,7 @@ def burst_kernel(
     gelu: tl.constexpr,
     whole_n: tl.constexpr,
     whole_k: tl.constexpr,
+    lanes: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result over all of k, `pieces` tiles in registers. The
@@ -65,7 +66,8 @@ def burst_kernel(
     if not whole_n:
         w_row = tl.minimum(w_row, n - 1 - n_tile * block_n)
     weight += n_tile.to(tl.int64) * block_n * k
-    up_weight = weight + n.to(tl.int64) * k
+    if gated:
+        up_weight = weight + n.to(tl.int64) * k
     w_place = spread(w_row, groups) * k + columns
     w, up_w, factor, rows = (), (), (), ()
     for i in tl.static_range(pieces):
@@ -75,7 +77,11 @@ def burst_kernel(
             up_w += (load(up_weight + w_place + i * block_k, at < k, whole_k),)
         if norm_weight is not None:
             factor += (load(norm_weight + at, at < k, whole_k),)
-    wait_before_loop(delta, pdl)
+    if delta is not None:
+        adapted = before_wait(
+            delta, row, num_rows, 0, n_tile * block_n, n, gated, block_n, lanes, pdl
+        )
+    wait_for_previous(pdl)
 
     x += spread(row * x_stride, groups) + columns
     for i in tl.static_range(pieces):
@@ -101,6 +107,8 @@ def burst_kernel(
         else:
             sums = tl.sum(from_here(found, pdl), 1)
         scale = spread(tl.rsqrt(sums / k + eps), groups)
+    if delta is not None:
+        added, added_up = delta_of(delta, adapted, column, n, gated)
     acc = zeros(block_n, block_m, groups)
     up = acc
     for i in tl.static_range(pieces):
@@ -117,7 +125,11 @@ def burst_kernel(
             up = multiply(from_here(up_w[i], pdl), piece, up, groups)
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
+    if delta is not None:
+        acc += tl.trans(added)
+        if gated:
+            up += tl.trans(added_up)
     finish(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-        row, column, num_rows, n, gated, gelu, delta, pdl,
+        row, column, num_rows, n, gated, gelu,
     )  # fmt: skip

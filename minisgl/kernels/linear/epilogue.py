@@ -36,8 +36,7 @@ class Epilogue(NamedTuple):
     # y is sent to rows 0 to m - 1 of all ranks' inboxes, whose rows have n elements, and what is
     # returned is empty. one_shot.received_norm adds up the summands of all ranks.
     mailbox: Mailbox | None = None
-    # Before any of these it is added to y, in float32. The launch before must be its shrink: the
-    # GEMM waits for that only when it has multiplied, so that its x must be older.
+    # Before any of these it is added to y, in float32.
     delta: Delta | None = None
 
     def place(self, x: Tensor, n: int, blocks: int) -> tuple[Tensor, Tensor | None]:

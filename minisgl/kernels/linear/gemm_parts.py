@@ -7,7 +7,6 @@ import triton.language as tl
 
 from minisgl.kernels.comm.mailbox import send
 from minisgl.kernels.inlined import arrive, gated_mul, prefetch
-from minisgl.kernels.linear.delta_parts import add_delta, wait_for_delta
 
 
 @triton.jit
@@ -175,19 +174,11 @@ def finish(
     n,
     gated: tl.constexpr,
     gelu: tl.constexpr,
-    delta=None,
-    pdl: tl.constexpr = False,
 ):
     """Writes the block at rows `row` and columns `column`. `up` is used if gated, `residual` if
     there are squares to write, `exchange` of each row if there are `targets`, the addresses of
-    inboxes. With a delta, which the previous kernel wrote, it is added before all else."""
+    inboxes."""
     dtype: tl.constexpr = out.dtype.element_ty
-    if delta is not None:
-        wait_for_delta(pdl)
-        acc = add_delta(acc, delta, row, column, num_rows, n)
-        if gated:
-            up_column = tl.where(column < n, column, n) + n
-            up = add_delta(up, delta, row, up_column, num_rows, 2 * n)
     if bias is not None:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     if gated:
@@ -230,8 +221,6 @@ def finish_split(
     k,
     gated: tl.constexpr,
     gelu: tl.constexpr,
-    delta=None,
-    pdl: tl.constexpr = False,
 ):
     """Finish a block of sums. With `partials` they are those of one split of k: the programs of a
     block store theirs there, and the last one adds them up and finishes. `live`: what of the block
@@ -257,10 +246,10 @@ def finish_split(
                 up = acc
             finish(
                 out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-                row, column, num_rows, n, gated, gelu, delta, pdl,
+                row, column, num_rows, n, gated, gelu,
             )  # fmt: skip
     else:
         finish(
             out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
-            row, column, num_rows, n, gated, gelu, delta, pdl,
+            row, column, num_rows, n, gated, gelu,
         )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm
-from minisgl.kernels.linear.delta_parts import fetch_delta, wait_before_loop
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of, wait_for_v, wait_for_x
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -43,6 +43,7 @@ def stream_kernel(
     max_rows,
     rank,
     delta,
+    ready,
     partials,
     semaphores,
     split_size,
@@ -65,20 +66,23 @@ def stream_kernel(
     first = part * split_size
     end = tl.minimum(first + split_size, k)
     weight += n_tile.to(tl.int64) * block_n * k
-    up_weight = weight + n.to(tl.int64) * k
+    if gated:
+        up_weight = weight + n.to(tl.int64) * k
     if pdl and whole_n and prefetch > 0:
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
         if gated:
             fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_before_loop(delta, pdl)
-    if pdl and delta is not None:  # noqa: SIM102 - decided when compiled, the other when run
-        if part == 0:
-            fetch_delta(delta, n_tile * block_n, n, block_n, lanes)
-            if gated:
-                fetch_delta(delta, n + n_tile * block_n, 2 * n, block_n, lanes)
-
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
+    if delta is not None:
+        adapted = before_wait(
+            delta, row, num_rows, part, n_tile * block_n, n, gated, block_n, lanes, pdl
+        )
+    if ready is not None:
+        wait_for_x(ready, pdl)
+    else:
+        wait_for_previous(pdl)
+
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:
@@ -121,8 +125,14 @@ def stream_kernel(
 
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
+    if ready is not None:
+        wait_for_v(pdl)
+    if delta is not None:
+        added, added_up = delta_of(delta, adapted, column, n, gated)
+        acc += tl.trans(added)
+        if gated:
+            up += tl.trans(added_up)
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
-        delta, pdl,
     )  # fmt: skip

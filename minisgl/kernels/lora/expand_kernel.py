@@ -9,6 +9,7 @@ from torch import Tensor
 from minisgl.kernels.adapters import Delta, part_ends
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
+from minisgl.kernels.linear.delta_parts import sum_of_splits
 from minisgl.kernels.lora.reference import TILE_ROWS
 
 _BLOCK_N = 128
@@ -21,9 +22,9 @@ def expand(y: Tensor, delta: Delta, *, pdl: bool = True) -> None:
     a tile, and y of adapted rows is read and written. Rows without an adapter are not touched.
     `pdl`: see launch_options.py; adapters and rows must be older than two launches.
     """
-    v, weights, rows = delta
+    v, weights, rows, _ = delta
     ends = part_ends(weights)
-    assert y.stride(1) == 1 and y.shape == (len(v), ends[-1])
+    assert y.stride(1) == 1 and y.shape == (v.shape[1], ends[-1])
     if len(rows.tiles) == 0:
         return
     widest = max(end - start for start, end in zip(weights.starts, ends, strict=True))
@@ -37,9 +38,11 @@ def expand(y: Tensor, delta: Delta, *, pdl: bool = True) -> None:
         weights.starts,
         ends,
         y.stride(0),
-        v.shape[1],
+        v.stride(1),
+        v.stride(0),
         weights.b.stride(0),
         weights.max_rank,
+        splits=len(v),
         tile_rows=TILE_ROWS,
         block_n=_BLOCK_N,
         block_r=16 if weights.max_rank % 64 else 64,
@@ -60,8 +63,10 @@ def _expand(
     ends,
     y_stride,
     v_stride,
+    split_stride,
     b_stride,
     max_rank,
+    splits: tl.constexpr,
     tile_rows: tl.constexpr,
     block_n: tl.constexpr,
     block_r: tl.constexpr,
@@ -94,7 +99,8 @@ def _expand(
         for first in tl.range(0, rank, block_r, num_stages=1):
             some = (first + lane < rank)[None, :]
             w = tl.load(b_at + first, mask=some & (column < end)[:, None], other=0.0)
-            rows = tl.load(v_at + first, mask=some & real[:, None], other=0.0)
+            rows = sum_of_splits(v_at + first, split_stride, splits, some & real[:, None])
+            rows = rows.to(w.dtype)
             added = tl.dot(w, tl.trans(rows), added, input_precision="ieee")
         result = before.to(tl.float32) + tl.trans(added)
         tl.store(y_at, result.to(y.dtype.element_ty), mask=inside)

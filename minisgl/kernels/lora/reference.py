@@ -36,22 +36,21 @@ def sort_rows(adapters: Tensor, num_slots: int) -> AdaptedRows:
 
 
 def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
-    """v = x Aᵀ · scale of each row's adapter, rounded once; of other rows undefined."""
+    """v = x Aᵀ of each row's adapter, in one split; of other rows undefined."""
     num_parts = len(weights.starts)
-    v = x.new_zeros((len(x), num_parts, weights.max_rank))
+    v = x.new_zeros((len(x), num_parts, weights.max_rank), dtype=torch.float32)
     for adapter in _active(rows):
         slot, mine = adapter - 1, rows.adapters == adapter
         rank = int(weights.ranks[slot])
         a = weights.a[slot, :, :rank].float()
-        sums = torch.einsum("mk,prk->mpr", x[mine].float(), a)
-        v[mine, :, :rank] = (sums * weights.scales[slot, :, None]).to(x.dtype)
-    return Delta(v.flatten(1), weights, rows)
+        v[mine, :, :rank] = torch.einsum("mk,prk->mpr", x[mine].float(), a)
+    return Delta(v.flatten(1).unsqueeze(0), weights, rows)
 
 
 def expand(y: Tensor, delta: Delta) -> None:
     """Adds v Bᵀ to y [num_rows, n], in float32, rounded once."""
-    v, weights, rows = delta
-    parts = v.view(len(v), -1, weights.max_rank)
+    v, weights, rows, _ = delta
+    parts = v.sum(0).to(y.dtype).unflatten(1, (-1, weights.max_rank))
     for adapter in _active(rows):
         slot, mine = adapter - 1, rows.adapters == adapter
         rank = int(weights.ranks[slot])

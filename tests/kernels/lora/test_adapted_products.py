@@ -32,7 +32,6 @@ from minisgl.lora.adding_fp8 import AddingFp8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SIZE, INNER, RANK = torch.float16, 128, 64, 16
-WORKSPACE = shrink_kernel.allocate_workspace(DEVICE)
 PLAIN = AdapterKernels(reference.sort_rows, reference.shrink, reference.expand)
 
 
@@ -41,11 +40,7 @@ def expand(y: Tensor, delta: Delta) -> None:
     expand_kernel.expand(y, delta)
 
 
-def shrink(x: Tensor, weights: AdapterWeights, rows: reference.AdaptedRows) -> Delta:
-    return shrink_kernel.shrink(x, weights, rows, WORKSPACE)
-
-
-KERNELS = AdapterKernels(sort_kernel.sort_rows, shrink, expand)
+KERNELS = AdapterKernels(sort_kernel.sort_rows, shrink_kernel.shrink, expand)
 
 
 def adapters(k: int, *widths: int) -> AdapterWeights:
@@ -56,8 +51,7 @@ def adapters(k: int, *widths: int) -> AdapterWeights:
     a, b = slots[:, 16 : 16 + a_size], slots[:, 16 + a_size : -32]
     ranks = torch.tensor([RANK, 0, RANK], dtype=torch.int32, device=DEVICE)
     starts = tuple(sum(widths[:part]) for part in range(len(widths)))
-    scales = torch.ones(3, len(widths), device=DEVICE)
-    found = AdapterWeights(a.unflatten(1, (len(widths), RANK, k)), b, scales, ranks, starts)
+    found = AdapterWeights(a.unflatten(1, (len(widths), RANK, k)), b, ranks, starts)
     assert b_of(found, 2, RANK).data_ptr() == b[2].data_ptr()
     return found
 

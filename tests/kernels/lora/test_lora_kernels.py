@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,7 +26,8 @@ from minisgl.kernels.adapters import (
 from minisgl.kernels.linear.dense_gemm import linear
 from minisgl.kernels.linear.epilogue import GATED, Epilogue
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
-from minisgl.kernels.lora import expand_kernel, reference, shrink_kernel, sort_kernel
+from minisgl.kernels.lora import expand_kernel, reference, sort_kernel
+from minisgl.kernels.lora.shrink_kernel import shrink
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STREAM = LinearTiles(64, 16, 32, num_stages=2)
@@ -50,7 +51,6 @@ def adapters_of(
     weights = allocate(len(ranks), padded(max(ranks)), k, tuple(widths), dtype=dtype, device=DEVICE)
     weights.a.fill_(torch.nan)
     weights.b.fill_(torch.nan)
-    weights.scales.copy_(torch.rand_like(weights.scales) + 0.5)
     added = []
     for slot, rank in enumerate(ranks):
         weights.ranks[slot] = padded(rank)
@@ -62,9 +62,7 @@ def adapters_of(
         added.append(
             torch.cat(
                 [
-                    b[columns, :rank].double()
-                    @ weights.a[slot, part, :rank].double()
-                    * weights.scales[slot, part].double()
+                    b[columns, :rank].double() @ weights.a[slot, part, :rank].double()
                     for part, columns in enumerate(places_of_parts(weights))
                 ]
             )
@@ -89,22 +87,13 @@ def exact(x: Tensor, added: Sequence[Tensor], rows: AdaptedRows) -> Tensor:
     )
 
 
-def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
-    """By the kernel, with a workspace whose counters it leaves as they were."""
-    workspace = shrink_kernel.allocate_workspace(DEVICE)
-    workspace.partials.fill_(torch.nan)
-    delta = shrink_kernel.shrink(x, weights, rows, workspace)
-    assert not workspace.semaphores.any()
-    return delta
-
-
 def with_nan_where_undefined(delta: Delta) -> Delta:
     """v with NaN in all that shrink does not define, which nothing may read."""
-    v = torch.full_like(delta.v, torch.nan).view(len(delta.v), -1, delta.weights.max_rank)
+    v = torch.full_like(delta.v, torch.nan).unflatten(2, (-1, delta.weights.max_rank))
     for row, adapter in enumerate(delta.rows.adapters.tolist()):
         rank = int(delta.weights.ranks[adapter - 1]) if adapter else 0
-        v[row, :, :rank] = delta.v.view(v.shape)[row, :, :rank]
-    return delta._replace(v=v.flatten(1))
+        v[:, row, :, :rank] = delta.v.view(v.shape)[:, row, :, :rank]
+    return delta._replace(v=v.flatten(2))
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8, 33])
@@ -170,6 +159,36 @@ def test_a_row_has_the_bits_that_it_has_alone(num_rows: int) -> None:
         assert torch.equal(alone, y[one])
 
 
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """New memory is full of numbers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_each_product_of_a_step_has_a_flag_of_its_own_until_they_run_out(filled: None) -> None:
+    """Which is 0 when the step begins, and 1 after the shrink."""
+    weights, added = adapters_of((16, 64), 64, (40,))
+    w = torch.randn(40, 64, device=DEVICE)
+    for _ in range(2):  # steps
+        rows = sort_kernel.sort_rows(some_adapters(5, 2), 2)
+        places = set()
+        for _ in range(3):  # products
+            x = torch.randn(5, 64, device=DEVICE)
+            delta = shrink(x, weights, rows)
+            assert delta.ready is not None and delta.ready.tolist() == [1]
+            places.add(delta.ready.data_ptr())
+            y = gemm(x, w, Epilogue(delta=delta), STREAM)
+            expected = x.double() @ w.double().T + exact(x, added, rows)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+        assert len(places) == 3
+        assert all(flag.tolist() == [0] for flag in rows.flags)
+        delta = shrink(x, weights, rows)
+        assert delta.ready is None
+        assert torch.equal(gemm(x, w, Epilogue(delta=delta), STREAM), y)
+
+
 def gemm(x: Tensor, w: Tensor, epilogue: Epilogue, how: LinearTiles) -> Tensor:
     room, counters = workspace_size(len(x), *w.shape, how, gated=epilogue.gated)
     workspace = LinearWorkspace(
@@ -209,7 +228,7 @@ def test_a_gemm_adds_a_delta_to_its_sums(
             continue
         mine = torch.tensor([adapter], dtype=torch.int32, device=DEVICE)
         alone = sort_kernel.sort_rows(mine, len(ranks))
-        own = delta._replace(v=delta.v[one].contiguous(), rows=alone)
+        own = delta._replace(v=delta.v[:, one].contiguous(), rows=alone)
         assert torch.equal(gemm(x[one], w, Epilogue(delta=own), how), y[one])
 
 

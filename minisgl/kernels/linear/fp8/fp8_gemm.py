@@ -77,7 +77,7 @@ def linear(
         k,
         x_scale.stride(-1),
         *sending(mailbox),
-        adding(delta),
+        adding(delta, tiles.block_n),
         *split,
         tiles.prefetch if k % 16 == 0 else 0,
         block_n=tiles.block_n,

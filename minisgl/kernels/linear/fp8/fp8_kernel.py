@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.linear.delta_parts import wait_before_loop
+from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of
 from minisgl.kernels.linear.gemm_parts import fetch, finish_split, load, next_exchange
 
 
@@ -73,10 +74,16 @@ def fp8_kernel(
     weight += n_tile.to(tl.int64) * block_n * k
     if pdl and whole_n and prefetch > 0:
         fetch(weight + first, k, end - first, prefetch, block_n, lanes)
-    wait_before_loop(delta, pdl)
-
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
+    if delta is not None:
+        adapted = before_wait(
+            delta, row, num_rows, part, n_tile * block_n, n, False, block_n, lanes, pdl
+        )
+    wait_for_previous(pdl)
+
+    if delta is not None:
+        added, _ = delta_of(delta, adapted, column, n, False)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     exchange = row  # a placeholder unless it is used
     if exchanges is not None:
@@ -110,9 +117,10 @@ def fp8_kernel(
         acc *= tl.load(w_scale + n_tile * block_n + w_row)[:, None]
         acc *= tl.load(x_scale + x_row)[None, :]
 
+    if delta is not None:
+        acc += added
     acc = tl.trans(acc)
     finish_split(
         out, None, acc, acc, bias, acc, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, False, False,
-        delta, pdl,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def linear(
         num_parts,
         0.0 if norm is None else norm.eps,
         *sending(epilogue.mailbox),
-        adding(epilogue.delta),
+        adding(epilogue.delta, tiles.block_n),
         *split,
         tiles.prefetch * weight.bits // 16,
         weight.scale_stride,

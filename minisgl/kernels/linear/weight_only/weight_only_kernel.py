@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm
-from minisgl.kernels.linear.delta_parts import wait_before_loop
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
     finish_split,
@@ -84,10 +84,16 @@ def weight_only_kernel(
         fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
         if gated:
             fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
-    wait_before_loop(delta, pdl)
-
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
+    if delta is not None:
+        adapted = before_wait(
+            delta, row, num_rows, part, n_tile * block_n, n, gated, block_n, lanes, pdl
+        )
+    wait_for_previous(pdl)
+
+    if delta is not None:
+        added, added_up = delta_of(delta, adapted, column, n, gated)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange, norm_scale = squares, row, row  # placeholders unless they are used
     if squares is not None:
@@ -128,10 +134,13 @@ def weight_only_kernel(
     if centred:
         acc *= 65536.0
         up *= 65536.0
+    if delta is not None:
+        acc += added
+        if gated:
+            up += added_up
     acc = tl.trans(acc)
     up = tl.trans(up) if gated else acc
     finish_split(
         out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
         partials, semaphores, split_size, live, row, column, num_rows, n, k, gated, gelu,
-        delta, pdl,
     )  # fmt: skip
