@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,8 +38,6 @@ class AdaptedRows(NamedTuple):
     # [any, 3] int32: adapter, first and end in `order` of each tile of rows; adapter 0: no tile.
     tiles: Tensor
     active: Tensor  # [1 + num_slots] int32: how many adapters have rows, and these, ascending
-    # Each a [1] int32 that is 0 when a step begins, for one of its launches; they may run out.
-    flags: Iterator[Tensor] = iter(())
 
 
 class Delta(NamedTuple):
@@ -51,8 +48,6 @@ class Delta(NamedTuple):
     v: Tensor
     weights: AdapterWeights
     rows: AdaptedRows
-    # [1] int32: 1 from when x is complete, which is before v is. None: nothing tells.
-    ready: Tensor | None = None
 
 
 def tiles_of(num_rows: int, num_slots: int, tile_rows: int) -> int:

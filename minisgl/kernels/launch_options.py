@@ -16,11 +16,6 @@ Only the shrink of adapters lets the next kernel start before it waits, so that 
 fetched meanwhile. What follows a shrink reads before its wait only what is older than three
 launches. When that wait is over, so is the launch before the shrink, for which the shrink waits.
 
-The stream kernel, too, lets the next kernel start before this wait, which is at its end. It reads x
-once the shrink has set a flag after its own wait (delta_parts.wait_for_x): all before the shrink is
-complete then. What the next kernel reads before its wait is not of the shrink, which writes for the
-stream kernel alone.
-
 Functions that launch kernels take `pdl`: whether their launches overlap, where the device can.
 
 The same must hold for other libraries' kernels. One launched without the attribute starts when all

@@ -11,11 +11,11 @@ each adapter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from kernel_timer import DEVICE, DTYPE, MODELS, Call, Case, Problem, copies, in_turn, random
+from kernel_timer import DEVICE, DTYPE, MODELS, Case, Problem, copies, in_turn, random
 from linear_kernels import NUM_CALLS, SEMAPHORES, WORKSPACE_FLOATS, Shape, dense_weights, shapes_of
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def lora_problem(
     workspace = LinearWorkspace.allocate([(WORKSPACE_FLOATS, SEMAPHORES)], DEVICE)
     num_slots = max(num_adapters, 1)
     adapters = (torch.arange(m, device=DEVICE) % num_slots + 1).int()
-    step, source = [sort_rows(adapters, num_slots)], random(m, shape.k)
+    rows, source = sort_rows(adapters, num_slots), random(m, shape.k)
 
     def make() -> tuple[Tensor, AdapterWeights]:
         slots = slots_of(num_slots, shape.k, widths, rank)
@@ -61,25 +61,25 @@ def lora_problem(
     num_bytes = 2.0 * (shape.size + num_adapters * rank * (len(widths) * shape.k + shape.n))
     pairs = copies(make, num_bytes)
 
-    before = shrink(source, pairs[0][1], step[0])._replace(ready=None)
+    before = shrink(source, pairs[0][1], rows)
 
     def ours(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
         x, delta = source * 1, None
         if adapted:
-            delta = shrink(x, pair[1], step[0])
+            delta = shrink(x, pair[1], rows)
         return linear(x, pair[0], epilogue=Epilogue(delta=delta), workspace=workspace)
 
     def by_cublas(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
         x = source * 1
         if not adapted:
             return x @ pair[0].T
-        delta = shrink(x, pair[1], step[0])
+        delta = shrink(x, pair[1], rows)
         y = x @ pair[0].T
         expand(y, delta)
         return y
 
     def alone(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
-        shrink(source * 1, pair[1], step[0])
+        shrink(source * 1, pair[1], rows)
         return expected
 
     def gemm(pair: tuple[Tensor, AdapterWeights]) -> Tensor:
@@ -89,22 +89,11 @@ def lora_problem(
     w, slots = pairs[0]
     expected = source @ w.T
     if adapted:
-        reference.expand(expected, reference.shrink(source, slots, step[0]))
+        reference.expand(expected, reference.shrink(source, slots, rows))
     ways = {"minisgl": ours, "cuBLAS": by_cublas}
     ways |= {"shrink": alone, "gemm": gemm} if adapted else {}
-
-    def calls(way: Callable[[tuple[Tensor, AdapterWeights]], Tensor]) -> list[Call]:
-        """As a step's, behind the launch that sorts its rows and resets their flags."""
-        first, *others = in_turn(way, pairs, NUM_CALLS)
-
-        def begin() -> object:
-            step[0] = sort_rows(adapters, num_slots)
-            return first()
-
-        return [begin, *others]
-
     return Problem(
-        calls={name: partial(calls, way) for name, way in ways.items()},
+        calls={name: lambda way=way: in_turn(way, pairs, NUM_CALLS) for name, way in ways.items()},
         num_bytes=num_bytes,
         expected=expected,
     )

@@ -26,10 +26,7 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("gated_delta.delta_prefill._prepare", "sm_80"): 112,
     ("linear.burst_kernel.burst_kernel", "sm_80"): 808,
     ("linear.stream_kernel.stream_kernel", "sm_100"): 40,
-    # Outside of the loop, of gated maps with adapters.
-    ("linear.stream_kernel.stream_kernel", "sm_90"): 448,
     ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_80"): 260,
-    ("lora.shrink_kernel._shrink", "sm_90"): 16,
     ("moe.few_rows._few_outer", "sm_100"): 32,
     ("moe.few_rows._few_outer", "sm_80"): 40,
     ("moe.few_rows._few_outer", "sm_90"): 8,

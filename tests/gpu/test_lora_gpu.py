@@ -100,38 +100,3 @@ def test_products_with_adapters_match_float64(product: str, max_rank: int) -> No
             assert all(map(torch.equal, before, [y[0] for y in found]))
             before = [y[0].clone() for y in found]
         assert not room.semaphores.any()
-
-
-def test_launches_that_overlap_compute_what_those_in_turn_do() -> None:
-    """A GEMM begins while the one before, which makes its x, still runs: bits of products behind
-    one another, in graphs that are replayed with another x."""
-    hidden, inner = 4096, 14336
-    slots = (weights_of((inner, inner), hidden, 16), weights_of((hidden,), inner, 16))
-    ws = [
-        torch.randn(n, k, device=GPU, dtype=DTYPE) * k**-0.5
-        for n, k in ((2 * inner, hidden), (hidden, inner))
-    ]
-    room = allocate_workspace([w.shape for w in ws], 32, GPU)
-    for m in (1, 8, 32):
-        source = torch.randn(m, hidden, device=GPU, dtype=DTYPE)
-        adapters = torch.randint(0, NUM_SLOTS + 1, (m,), dtype=torch.int32, device=GPU)
-        adapters[0] = 1
-
-        def step(pdl: bool, source: Tensor = source, adapters: Tensor = adapters) -> Tensor:
-            rows = sort_rows(adapters, NUM_SLOTS, pdl=pdl)
-            x = source * 1
-            for _ in range(8):
-                for gated, w, of in zip((True, False), ws, slots, strict=True):
-                    epilogue = Epilogue(gated=gated, delta=shrink(x, of, rows, pdl=pdl))
-                    x = linear(x, w, epilogue=epilogue, workspace=room, pdl=pdl)
-            return x
-
-        step(True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step(True)
-        for _ in range(20):
-            source.normal_()
-            graph.replay()
-            assert found.isfinite().all() and torch.equal(found, step(False))

@@ -108,7 +108,9 @@ def burst_kernel(
             sums = tl.sum(from_here(found, pdl), 1)
         scale = spread(tl.rsqrt(sums / k + eps), groups)
     if delta is not None:
-        added, added_up = delta_of(delta, adapted, column, n, gated)
+        added = delta_of(delta, adapted, column, n)
+        if gated:
+            added_up = delta_of(delta, adapted, n + column, 2 * n)
     acc = zeros(block_n, block_m, groups)
     up = acc
     for i in tl.static_range(pieces):

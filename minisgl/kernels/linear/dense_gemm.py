@@ -47,7 +47,6 @@ from minisgl.kernels.linear.stream_kernel import stream_kernel
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_arguments
 from minisgl.kernels.tuning import tuning_of
 
-_REGISTERS, _MOST_RESIDENT = 65536, 3  # of an SM, and programs that run at once there
 _SQUARED = 16384  # elements of x that a program of the stream kernel sums the squares of at once
 
 
@@ -129,20 +128,11 @@ def linear(
     prefetch = tiles.prefetch
     if epilogue.delta is not None:
         num_bytes = across_m * splits * weight.shape[0] * 128 * weight.itemsize  # of 128 elements
-        tuning = tuning_of(x.device)
-        prefetch = max(tuning.delta_prefetch // num_bytes * 128, prefetch)
-        # The delta takes more registers than the loop: not so many that fewer programs run at once.
-        halves = 2 if gated else 1
-        stage = (tiles.block_n * halves + tiles.block_m) * tiles.block_k * weight.itemsize
-        fitting = tuning.shared_bytes // (stage * tiles.num_stages)
-        wanted = triton.cdiv(across_m * splits * across_n, tuning.linear_programs)
-        if min(fitting, wanted) >= _MOST_RESIDENT:
-            options["maxnreg"] = _REGISTERS // (tiles.num_warps * 32 * _MOST_RESIDENT) // 8 * 8
+        prefetch = max(tuning_of(x.device).delta_prefetch // num_bytes * 128, prefetch)
     stream_kernel[(across_m, splits, across_n)](
         *tensors,
         *numbers,
         *exchange,
-        None if epilogue.delta is None else epilogue.delta.ready,
         *split,
         prefetch if k % 8 == 0 else 0,
         stages=tiles.num_stages,

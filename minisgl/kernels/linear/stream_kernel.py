@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import apply_norm, wait_for_previous
-from minisgl.kernels.linear.delta_parts import before_wait, delta_of, wait_for_v, wait_for_x
+from minisgl.kernels.linear.delta_parts import before_wait, delta_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -43,7 +43,6 @@ def stream_kernel(
     max_rows,
     rank,
     delta,
-    ready,
     partials,
     semaphores,
     split_size,
@@ -78,11 +77,12 @@ def stream_kernel(
         adapted = before_wait(
             delta, row, num_rows, part, n_tile * block_n, n, gated, block_n, lanes, pdl
         )
-    if ready is not None:
-        wait_for_x(ready, pdl)
-    else:
-        wait_for_previous(pdl)
+    wait_for_previous(pdl)
 
+    if delta is not None:
+        added = delta_of(delta, adapted, column, n)
+        if gated:
+            added_up = delta_of(delta, adapted, n + column, 2 * n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:
@@ -125,10 +125,7 @@ def stream_kernel(
 
     acc = total(acc, groups)
     up = total(up, groups) if gated else acc
-    if ready is not None:
-        wait_for_v(pdl)
     if delta is not None:
-        added, added_up = delta_of(delta, adapted, column, n, gated)
         acc += tl.trans(added)
         if gated:
             up += tl.trans(added_up)

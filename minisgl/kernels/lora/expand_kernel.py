@@ -22,7 +22,7 @@ def expand(y: Tensor, delta: Delta, *, pdl: bool = True) -> None:
     a tile, and y of adapted rows is read and written. Rows without an adapter are not touched.
     `pdl`: see launch_options.py; adapters and rows must be older than two launches.
     """
-    v, weights, rows, _ = delta
+    v, weights, rows = delta
     ends = part_ends(weights)
     assert y.stride(1) == 1 and y.shape == (v.shape[1], ends[-1])
     if len(rows.tiles) == 0:

@@ -49,7 +49,7 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
 
 def expand(y: Tensor, delta: Delta) -> None:
     """Adds v Bᵀ to y [num_rows, n], in float32, rounded once."""
-    v, weights, rows, _ = delta
+    v, weights, rows = delta
     parts = v.sum(0).to(y.dtype).unflatten(1, (-1, weights.max_rank))
     for adapter in _active(rows):
         slot, mine = adapter - 1, rows.adapters == adapter

@@ -6,8 +6,7 @@ whose load from memory is issued before the wait, so that x from L2 is what is l
 programs are added up by what multiplies with B.
 
 The next launch may start before this one waits: it is a GEMM that has W fetched into L2, which
-takes longer than a shrink (launch_options.py). As soon as x is complete, a flag tells the GEMM,
-which multiplies while v is computed, and waits for v at its end.
+takes longer than a shrink (launch_options.py).
 
 The sum of a row is that of its splits in their order, whichever programs computed them, and a tile
 of tensor cores does not mix its rows: the bits of v depend on x, the adapter and k alone.
@@ -60,7 +59,6 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows, *, pdl: bool =
     v = x.new_empty(shape, dtype=torch.float32)
     if num_tiles == 0:
         return Delta(v, weights, rows)
-    ready = next(rows.flags, None)
     _shrink[(num_tiles, places, len(v))](
         v,
         x,
@@ -68,7 +66,6 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows, *, pdl: bool =
         weights.ranks,
         rows.order,
         rows.tiles,
-        ready,
         k,
         x.stride(0),
         v.stride(1),
@@ -85,7 +82,7 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows, *, pdl: bool =
         num_warps=4,
         **pdl_options(x.device, pdl),
     )
-    return Delta(v, weights, rows, ready)
+    return Delta(v, weights, rows)
 
 
 @triton.jit
@@ -119,7 +116,6 @@ def _shrink(
     ranks,
     order,
     tiles,
-    ready,
     k,
     x_stride,
     v_stride,
@@ -158,9 +154,6 @@ def _shrink(
     x_at = x + spread(row * x_stride, groups)
     if pdl:
         tl.extra.cuda.gdc_wait()
-    if ready is not None and tile + place + split == 0:
-        # Of x, the end of its launch left nothing to release; a fence would wait for A.
-        tl.atomic_xchg(ready, 1, sem="relaxed", scope="gpu")
 
     if has_work:
         if spread_over:

@@ -12,8 +12,6 @@ from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.lora.reference import TILE_ROWS
 
-_NUM_FLAGS = 1024  # products of a step that tell when their x is complete; others are slower
-
 
 def sort_rows(adapters: Tensor, num_slots: int, *, pdl: bool = True) -> AdaptedRows:
     """adapters: [num_rows] int32 contiguous, from 0 to num_slots.
@@ -22,31 +20,23 @@ def sort_rows(adapters: Tensor, num_slots: int, *, pdl: bool = True) -> AdaptedR
     and some tens of one with thousands of rows, which takes a thousand times as long.
     """
     num_rows, num_tiles = len(adapters), tiles_of(len(adapters), num_slots, TILE_ROWS)
-    # Of 16 bytes each, so that every kernel is compiled once.
-    flags = adapters.new_empty((_NUM_FLAGS, 4))
     rows = AdaptedRows(
         adapters=adapters,
         order=torch.empty_like(adapters),
         tiles=adapters.new_empty((num_tiles, 3)),
         active=adapters.new_empty(1 + num_slots),
-        flags=(flags[i, :1] for i in range(_NUM_FLAGS)),
     )
     if num_rows == 0:
         rows.active.zero_()
         return rows
     _sort_rows[(1,)](
-        adapters,
-        rows.order,
-        rows.tiles,
-        rows.active,
-        flags,
+        *rows,
         num_rows,
         num_slots,
         num_tiles,
         block=min(triton.next_power_of_2(num_rows), 256),
         slots=triton.next_power_of_2(1 + num_slots),
         tile_rows=TILE_ROWS,
-        num_flags=_NUM_FLAGS,
         num_warps=4,
         **pdl_options(adapters.device, pdl),
     )
@@ -66,18 +56,15 @@ def _sort_rows(
     order,
     tiles,
     active,
-    flags,
     num_rows,
     num_slots,
     num_tiles,
     block: tl.constexpr,
     slots: tl.constexpr,
     tile_rows: tl.constexpr,
-    num_flags: tl.constexpr,
     pdl: tl.constexpr,
 ):
     wait_for_previous(pdl)
-    tl.store(flags + tl.arange(0, num_flags) * 4, 0)  # all that waited for them is complete
     slot = tl.arange(0, slots)
     counts = tl.zeros([slots], tl.int32)
     for start in range(0, num_rows, block):

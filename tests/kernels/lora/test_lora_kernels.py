@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -157,36 +157,6 @@ def test_a_row_has_the_bits_that_it_has_alone(num_rows: int) -> None:
         rows = sort_kernel.sort_rows(adapters[one].clone(), 4)
         expand_kernel.expand(alone, shrink(x[one], weights, rows))
         assert torch.equal(alone, y[one])
-
-
-@pytest.fixture
-def filled() -> Iterator[None]:
-    """New memory is full of numbers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_each_product_of_a_step_has_a_flag_of_its_own_until_they_run_out(filled: None) -> None:
-    """Which is 0 when the step begins, and 1 after the shrink."""
-    weights, added = adapters_of((16, 64), 64, (40,))
-    w = torch.randn(40, 64, device=DEVICE)
-    for _ in range(2):  # steps
-        rows = sort_kernel.sort_rows(some_adapters(5, 2), 2)
-        places = set()
-        for _ in range(3):  # products
-            x = torch.randn(5, 64, device=DEVICE)
-            delta = shrink(x, weights, rows)
-            assert delta.ready is not None and delta.ready.tolist() == [1]
-            places.add(delta.ready.data_ptr())
-            y = gemm(x, w, Epilogue(delta=delta), STREAM)
-            expected = x.double() @ w.double().T + exact(x, added, rows)
-            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
-        assert len(places) == 3
-        assert all(flag.tolist() == [0] for flag in rows.flags)
-        delta = shrink(x, weights, rows)
-        assert delta.ready is None
-        assert torch.equal(gemm(x, w, Epilogue(delta=delta), STREAM), y)
 
 
 def gemm(x: Tensor, w: Tensor, epilogue: Epilogue, how: LinearTiles) -> Tensor:

@@ -83,7 +83,7 @@ def fp8_kernel(
     wait_for_previous(pdl)
 
     if delta is not None:
-        added, _ = delta_of(delta, adapted, column, n, False)
+        added = delta_of(delta, adapted, column, n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     exchange = row  # a placeholder unless it is used
     if exchanges is not None:

@@ -93,7 +93,9 @@ def weight_only_kernel(
     wait_for_previous(pdl)
 
     if delta is not None:
-        added, added_up = delta_of(delta, adapted, column, n, gated)
+        added = delta_of(delta, adapted, column, n)
+        if gated:
+            added_up = delta_of(delta, adapted, n + column, 2 * n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange, norm_scale = squares, row, row  # placeholders unless they are used
     if squares is not None:
