@@ -225,7 +225,7 @@ def _read_pairs(path: Path) -> dict[str, Pair]:
     found: dict[str, dict[str, Tensor]] = {}
     try:
         # Not mapped: the system ends a process that reads a mapped file which is cut meanwhile.
-        for key, matrix in load(path.read_bytes()).items():
+        for key, matrix in sorted(load(path.read_bytes()).items()):
             module, side = _split_key(key)
             found.setdefault(module, {})[side] = _checked(key, matrix)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:

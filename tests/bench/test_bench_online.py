@@ -693,7 +693,7 @@ async def test_token_ids_stay_within_the_vocabulary_that_a_server_reports() -> N
     async with gated_server() as served:
         url = f"http://127.0.0.1:{served.port}/v1"
         told = await served_model(Endpoint(url=url))
-        assert told == ServedModel("gated", 2048, served.engine.vocab_size, "generate")
+        assert told == ServedModel("gated", 2048, served.engine.vocab_size, "generate", ["text"])
         assert await served_model(Endpoint(url=url), "other") == ServedModel("other")
     async with fake_server(vocab_size=50, told={"vocab_size": 50}) as fake:
         assert await measure(fake) == 0

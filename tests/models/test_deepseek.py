@@ -131,7 +131,8 @@ def test_a_token_takes_its_latent_alone(tmp_path: Path, model: str, saved: float
 
 def test_latents_in_fp8_are_those_that_transformers_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for keys and values, with what is rotated, and the row's own, too. A number at the
-    border of two is rounded the other way now and then."""
+    border of two is rounded the other way now and then, which the processor decides; the rows
+    behind it differ then, by a fraction of what rounding changes in all."""
     case = logits_of("glm-flash")
     config, reference = config_of(case.folder), load_reference(case.folder)
     expand = Glm4MoeLiteAttention.expand_kv
@@ -148,7 +149,9 @@ def test_latents_in_fp8_are_those_that_transformers_rounds(monkeypatch: pytest.M
     empty = paged.kv[0].k.to(torch.float8_e4m3fn)
     paged.kv = [PagedKV.of(spec, empty.clone(), empty) for spec in specs]
     found = paged.run(case.token_ids, prefill=61, chunk=20)
-    assert relative_error(found, wanted) < 100 * TOLERANCE
+    of_rows = (found - wanted).abs().amax(dim=-1) / wanted.abs().max()
+    assert of_rows.quantile(0.25) < TOLERANCE
+    assert of_rows.max() < relative_error(found, case.logits) / 8
     assert relative_error(found, case.logits) > GROSS
 
 

@@ -614,7 +614,7 @@ def test_images_go_with_a_question(
             page.get_by_text("Export as a file").click()
         saved = tmp_path / "chat.json"
         downloading.value.save_as(saved)
-        assert conversation_file.read(str(saved)).turns[0].images == [url]
+        assert conversation_file.read(str(saved)).turns[0].images == (url,)
         page.evaluate("localStorage.clear()")
         page.reload()
         page.locator("#file").set_input_files(saved)
