@@ -13,6 +13,7 @@ from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
+from minisgl.images.prompt import Prompt
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess
 
@@ -27,13 +28,13 @@ async def start(config: EngineConfig) -> AsyncEngine:
     engine = AsyncEngine(loaded(ScriptedRunner(page_size=16), overlap=True, tokenizer=True))
     assert engine.tokenizer is not None
     engine.tokenizer._tokenizer.chat_template = ENDLESS
-    encode_chat = engine.encode_chat
+    encode = engine.encode_conversation
 
-    def encode_noted(*arguments: Any, **options: Any) -> Awaitable[list[int]]:
+    def encode_noted(*arguments: Any, **options: Any) -> Awaitable[Prompt]:
         print(ASKED, file=sys.stderr, flush=True)
-        return encode_chat(*arguments, **options)
+        return encode(*arguments, **options)
 
-    engine.encode_chat = encode_noted  # type: ignore[assignment, method-assign]
+    engine.encode_conversation = encode_noted  # type: ignore[assignment, method-assign]
     return engine
 
 
