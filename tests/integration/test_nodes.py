@@ -142,7 +142,7 @@ async def test_a_rank_of_another_node_tells_of_its_loads(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found: list[list[list[int]]] = []
     with program(tmp_path, str(script)) as other:
-        options = {"nnodes": 2, "master_port": port, "max_loras": 1, **few}
+        options: dict[str, Any] = {"nnodes": 2, "master_port": port, "max_loras": 1, **few}
         async with await demo_engine(tp=2, **options) as engine:
             for asked in (prompts, [[3] * 148, [4] * 148], prompts):
                 streams = [engine.submit(prompt, params) for prompt in asked]
