@@ -14,7 +14,7 @@ import minisgl.kernels
 # Prefetch in inline PTX, and compute nothing.
 FOR_GPUS = {
     "minisgl.kernels.inlined.prefetch",
-    "minisgl.kernels.linear.delta_parts.fetch_delta",
+    "minisgl.kernels.linear.delta_parts._fetch",
     "minisgl.kernels.linear.gemm_parts.fetch",
 }
 
