@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from minisgl.kvcache.host_tier import HostTier
@@ -116,7 +115,8 @@ class Snapshots(Follower):
 
     def give_up(self) -> bool:
         assert self._host is not None, "what it keeps is there"
-        for node in [*takewhile(lambda node: node not in self._loading(), self._passed)]:
+        loading = self._loading()
+        while self._passed and (node := next(iter(self._passed))) not in loading:
             del self._passed[node]
             if self._in_host(node):
                 self._host.pool.drop_beside(self._host.pages[node][-1], self.indices)
