@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +207,29 @@ def test_errors_of_the_disk_are_one_line_each_and_leave_no_file(
     clock = time.monotonic() + page_files.RETRY_S
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     assert put(files, 1, 2) and get(files, 1, 2) == 2
+
+
+def test_a_write_that_began_before_an_error_does_not_end_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = store(tmp_path)
+    write_file = files._write_file
+    outcomes = iter([False, True, False])  # of three threads' writes, each begun within the former
+
+    def write(name: str, parts: Sequence[memoryview]) -> None:
+        good = next(outcomes)
+        if (index := begin.pop()) < 3:
+            put(files, index)
+        if not good:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(name, parts)
+
+    begin = [3, 2, 1]
+    monkeypatch.setattr(files, "_write_file", write)
+    with caplog.at_level(logging.WARNING):
+        assert put(files, 0) == 0
+    assert caplog.text.count("cannot write files") == 1
+    assert len(names(tmp_path)) == 1
 
 
 WRITER = """

@@ -146,7 +146,8 @@ class PageFiles:
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
         """Store a run of pages in a file; returns its bytes, 0 if it could not be. Blocks."""
-        if time.monotonic() < self._retry_s:
+        started = time.monotonic()
+        if started < self._retry_s:
             return 0
         header = self._header(keys, pages)
         num_bytes = len(header) + len(pages) * self.page_bytes
@@ -160,7 +161,8 @@ class PageFiles:
             self._retry_s = time.monotonic() + RETRY_S
             return 0
         with self._lock:
-            self._complaints.discard("write")
+            if started >= self._retry_s:  # else another thread's error came later than the start
+                self._complaints.discard("write")
             self._num_bytes += num_bytes
             self._enter(name, header)
         return num_bytes
