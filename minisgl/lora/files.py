@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,8 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS_BYTES = 16 << 30
-# Of a pattern: with more repetitions, or with repetitions within them, matching may take ages.
-_MAX_PATTERN, _MAX_REPETITIONS = 256, 3
+# With more repetitions in a pattern, or with repetitions within them, matching may take ages.
+_MAX_PATTERNS, _MAX_PATTERN, _MAX_REPETITIONS = 1024, 256, 3
 _REPETITION, _REPEATED_GROUP = re.compile(r"(?<!\\)[*+?{]"), re.compile(r"\)[*+{]")
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_(A|B)\.weight", re.ASCII)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,24 +80,19 @@ class Adapter:
     pairs: Mapping[str, Pair]  # by the path of the module in transformers: a [r, k], b [n, r]
     base: str | None  # the name of the model that it was trained for
     alpha: float
-    alpha_pattern: Mapping[str, float]  # by regular expressions of ends of paths
+    alpha_patterns: Sequence[tuple[re.Pattern[str], float]]  # of paths; the first one counts
     uses_rslora: bool
 
     def scale(self, path: str, rank: int) -> float:
         """What multiplies B·A. path: of the module, or of the parameter if it has several."""
-        found = (alpha for key, alpha in self._patterns if key.fullmatch(path))
+        found = (alpha for pattern, alpha in self.alpha_patterns if pattern.fullmatch(path))
         return next(found, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
-
-    @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], float]]:
-        return [
-            (re.compile(rf"(.*\.)?({key})"), alpha) for key, alpha in self.alpha_pattern.items()
-        ]
 
     @cached_property
     def digest(self) -> bytes:
         """Differs where the adapter computes something else. It does not depend on names."""
-        scales = self.alpha, [*self.alpha_pattern.items()], self.uses_rslora
+        patterns = [(pattern.pattern, alpha) for pattern, alpha in self.alpha_patterns]
+        scales = self.alpha, patterns, self.uses_rslora
         found = hashlib.sha256(json.dumps(scales).encode())
         for path, pair in sorted(self.pairs.items()):
             for matrix in (pair.a, pair.b):
@@ -117,8 +113,8 @@ def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
     return Adapter(
         pairs,
         base if isinstance(base, str) else None,
-        _number(config, "lora_alpha", config.get("lora_alpha", 8)),
-        _patterns(config),
+        _number("lora_alpha", config.get("lora_alpha", 8)),
+        _alpha_patterns(config),
         bool(config.get("use_rslora")),
     )
 
@@ -190,29 +186,34 @@ def refuse_config(config: Mapping[str, Any]) -> None:
             )
 
 
-def _number(config: Mapping[str, Any], name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(f"{CONFIG_FILE}: {name} is {value!r:.80}; allowed: a finite number.")
-    return float(value)
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise AdapterError(f"{CONFIG_FILE}: {name} is {value!r:.80}; allowed: a finite number.")
 
 
-def _patterns(config: Mapping[str, Any]) -> dict[str, float]:
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise AdapterError(f"{CONFIG_FILE}: alpha_pattern is not a JSON object.")
-    for key in patterns:
-        try:
-            re.compile(key)
-            is_short = len(key) <= _MAX_PATTERN and not _REPEATED_GROUP.search(key)
-            if is_short and len(_REPETITION.findall(key)) <= _MAX_REPETITIONS:
-                continue
-        except (re.error, RecursionError, OverflowError):
-            pass
+def _alpha_patterns(config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:
+    given = config.get("alpha_pattern") or {}
+    if not isinstance(given, dict) or len(given) > _MAX_PATTERNS:
         raise AdapterError(
-            f"{CONFIG_FILE}: alpha_pattern has {key!r:.80}; allowed: regular expressions of up to "
-            f"{_MAX_PATTERN} characters and {_MAX_REPETITIONS} repetitions, none of a group."
+            f"{CONFIG_FILE}: alpha_pattern is not a JSON object of up to {_MAX_PATTERNS} patterns."
         )
-    return {key: _number(config, "alpha_pattern", alpha) for key, alpha in patterns.items()}
+    return [(_pattern(key), _number("alpha_pattern", alpha)) for key, alpha in given.items()]
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Of the paths that end with what matches the key, behind a dot."""
+    is_slow = _REPEATED_GROUP.search(key) or len(_REPETITION.findall(key)) > _MAX_REPETITIONS
+    if len(key) <= _MAX_PATTERN and not is_slow:
+        with suppress(re.error, RecursionError, OverflowError):
+            re.compile(key)  # by itself, too: its groups end within it
+            return re.compile(rf"(.*\.)?({key})")
+    raise AdapterError(
+        f"{CONFIG_FILE}: alpha_pattern has {key!r:.80}; allowed: regular expressions of up to "
+        f"{_MAX_PATTERN} characters and {_MAX_REPETITIONS} repetitions, none of a group."
+    )
 
 
 # -- the tensors ----------------------------------------------------------------------------------

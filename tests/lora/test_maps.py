@@ -16,7 +16,7 @@ from support.adapters import ADAPTERS, COMPUTED, Base, base_of, train
 from support.ranks import Rank
 from torch import Tensor
 
-from minisgl.lora import maps
+from minisgl.lora import files, maps
 from minisgl.lora.files import CONFIG_FILE, TENSORS_FILE, Adapter, AdapterError, Pair, read_adapter
 from minisgl.lora.maps import Maps, maps_of
 from minisgl.models.loader import load_model
@@ -153,7 +153,7 @@ def _scale_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ignore_alpha_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adapter, "_patterns", [])
+    monkeypatch.setattr(files, "_alpha_patterns", lambda config: [])
 
 
 def _exchange_k_and_v(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_mistakes_change_weights(
 
 def an_adapter(path: str, a: tuple[int, int], b: tuple[int, int], **others: Pair) -> Adapter:
     pairs = {path: Pair(torch.zeros(a), torch.zeros(b)), **others}
-    return Adapter(pairs, None, 8.0, {}, False)
+    return Adapter(pairs, None, 8.0, (), False)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -233,6 +233,8 @@ EXPERTS = "model.layers.0.mlp.experts"
         (an_adapter("lm_head", (4, 128), (499, 4)), "lm_head.*allowed: down_proj"),
         (an_adapter("model.embed_tokens", (4, 499), (128, 4)), "is no map of this model"),
         (an_adapter(Q.replace("0", "2"), (4, 128), (256, 4)), "is no map of this model"),
+        (an_adapter(Q.replace("0", "00"), (4, 128), (256, 4)), r"layers\.00.*is no map"),
+        (an_adapter(f"{EXPERTS}.03.up_proj", (4, 128), (96, 4)), "is no map of this model"),
         (an_adapter(f"{EXPERTS}.8.up_proj", (4, 128), (96, 4)), "is no map of this model"),
         (an_adapter("model.layers.0.input_layernorm", (4, 8), (8, 4)), "is no map"),
         (an_adapter("../../etc/passwd", (4, 8), (8, 4)), "is no map"),
