@@ -15,7 +15,7 @@ from minisgl.errors import MinisglError
 from minisgl.router.exchange import EngineLostError, HTTPRequest, read_request
 from minisgl.router.fleet import Fleet, Replica
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.handlers.adapters import LOAD, UNLOAD, Unloading
+from minisgl.server.handlers.adapters import LOAD, UNLOAD, UnloadAdapter
 from minisgl.server.http.auth import check_admin
 from minisgl.server.http.error_bodies import Error
 
@@ -65,9 +65,9 @@ class FleetAdapters:
             fine = (200, 404) if done and not is_load else (200,)
             failed = [each for each, (status, _) in answers.items() if status not in fine]
             if done:
-                name = msgspec.json.decode(asked.body, type=Unloading).lora_name
+                name = msgspec.json.decode(asked.body, type=UnloadAdapter).lora_name
                 if is_load and failed and (LOAD, name) not in self._changes:
-                    body = msgspec.json.encode(Unloading(name))
+                    body = msgspec.json.encode(UnloadAdapter(name))
                     undo = replace(asked, path=UNLOAD, raw_path=UNLOAD.encode(), body=body)
                     await asyncio.gather(*(self._ask(each, undo) for each in done))
                 elif not (is_load and failed):
