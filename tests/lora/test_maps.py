@@ -263,8 +263,39 @@ def test_an_adapter_of_a_layer_that_drafts_is_refused() -> None:
         )
 
 
-def test_the_map_from_latents_is_refused() -> None:
-    base = base_of("deepseek-v2")
+STRANGERS = (
+    *("layers.00.self_attn.q_proj", "layers.1.self_attn.z_proj", "layers.1.self_attn", "layers.1"),
+    *("layers", "layers.2.mlp.up_proj", "layers.1.mlp.experts.07.up_proj", "embed_tokens", "norm"),
+    *("layers.1.mlp.experts.8.up_proj", "layers.1.mlp.experts.7.z_proj", "mtp.layers.0.fc"),
+)
+
+
+@pytest.mark.parametrize("of_rank", ["stages", "experts"])
+@pytest.mark.parametrize("name", ["moe", "Qwen3MoeForCausalLM"])
+def test_what_no_rank_has_is_refused_by_one_of_them(name: str, of_rank: str) -> None:
+    """Though each leaves to the others what they have."""
+    base, number = base_of(name), 2
+    given: Callable[[int], dict[str, Any]] = {
+        "stages": lambda rank: {"layers": range(rank, rank + 1)},
+        "experts": lambda rank: {
+            "ranks": Rank(rank, number),
+            "changes": {"experts_by_rank": True},
+        },
+    }[of_rank]
+    ranks = [load(base, base.folder, **given(rank)) for rank in range(number)]
+    for path in (*(f"model.{each}" for each in STRANGERS), "lm_head", "visual.layers.0.qkv"):
+        refusals = 0
+        for maps_of_rank in ranks:
+            try:
+                assert not maps_of_rank.fit(an_adapter(path, (4, 8), (8, 4)), RANK)
+            except AdapterError:
+                refusals += 1
+        assert refusals, path
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm-flash"])
+def test_the_map_from_latents_is_refused(name: str) -> None:
+    base = base_of(name)
     path = "model.layers.0.self_attn.kv_b_proj"
     with pytest.raises(AdapterError, match="is no map of this model that can have an adapter"):
         load(base, base.folder).fit(an_adapter(path, (4, 48), (256, 4)), RANK)
