@@ -4,7 +4,7 @@ checkpoint into which PEFT has merged the adapter."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from minisgl.lora import files, maps
 from minisgl.lora.files import CONFIG_FILE, TENSORS_FILE, Adapter, AdapterError, Pair, read_adapter
 from minisgl.lora.maps import Maps, maps_of
+from minisgl.lora.pool import AdapterPool
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
@@ -145,6 +146,20 @@ def test_a_text_part_has_two_names(rename: Callable[[str], str], tmp_path: Path)
     check(trained.base, trained.folder, merged)
 
 
+@pytest.mark.parametrize("part", ["first-rank", "last-stage", "experts-of-last-rank"])
+def test_a_rank_keeps_its_part_alone_in_host_memory(part: str, tmp_path: Path) -> None:
+    trained = train("moe-stacked", tmp_path)
+
+    def packed(**options: Any) -> Tensor:
+        found = load(trained.base, trained.base.folder, **options)
+        cpu, adapter = torch.device("cpu"), read_adapter(trained.folder)
+        pool = AdapterPool(found, 1, RANK, 1, dtype=torch.float32, device=cpu)
+        return pool.pack(adapter).matrices
+
+    own = packed(**PARTS[part])
+    assert own.untyped_storage().nbytes() == own.nbytes < 0.8 * packed().nbytes
+
+
 # -- mistakes show --------------------------------------------------------------------------------
 
 
@@ -157,33 +172,35 @@ def _ignore_alpha_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _exchange_k_and_v(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._Found.put
+    plain = Maps._placed
 
-    def put(self: Any, path: str, place: Any, pair: Pair) -> None:
-        exchanged = {"k_proj": 2, "v_proj": 1}.get(path.rpartition(".")[2], place.part)
-        plain(self, path, replace(place, part=exchanged), pair)
+    def placed(self: Any, adapter: Any, path: str, *given: Any) -> Iterator[Any]:
+        for place, pair in plain(self, adapter, path, *given):
+            exchanged = {"k_proj": 2, "v_proj": 1}.get(path.rpartition(".")[2], place.part)
+            yield replace(place, part=exchanged), pair
 
-    monkeypatch.setattr(maps._Found, "put", put)
+    monkeypatch.setattr(Maps, "_placed", placed)
 
 
 def _order_b_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._put_stacked
+    plain = maps._stacked
 
-    def put(found: Any, adapter: Any, path: str, pair: Pair, name: str, module: Any) -> None:
+    def stacked(adapter: Any, path: str, pair: Pair, most: int, name: str, module: Any) -> Any:
         b = pair.b.unflatten(1, (module.num_experts, -1)).mT.flatten(1)
-        plain(found, adapter, path, Pair(pair.a, b), name, module)
+        return plain(adapter, path, Pair(pair.a, b), most, name, module)
 
-    monkeypatch.setattr(maps, "_put_stacked", put)
+    monkeypatch.setattr(maps, "_stacked", stacked)
 
 
 def _exchange_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._Found.put
+    plain = Maps._placed
 
-    def put(self: Any, path: str, place: Any, pair: Pair) -> None:
-        expert = None if place.expert is None else place.expert ^ 1
-        plain(self, path, replace(place, expert=expert), pair)
+    def placed(self: Any, *given: Any) -> Iterator[Any]:
+        for place, pair in plain(self, *given):
+            expert = None if place.expert is None else place.expert ^ 1
+            yield replace(place, expert=expert), pair
 
-    monkeypatch.setattr(maps._Found, "put", put)
+    monkeypatch.setattr(Maps, "_placed", placed)
 
 
 @pytest.mark.parametrize(
