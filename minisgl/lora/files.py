@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,15 +54,22 @@ class AdapterError(CallerError):
     """An adapter's files are broken, do not fit to the model, or need what is not supported."""
 
 
+class AdapterFacts(NamedTuple):
+    """What an engine knows of an adapter that its ranks have."""
+
+    digest: bytes  # differs where it computes something else, whatever its name is
+    base: str | None  # the name of the model that it was trained for
+
+
 class AdapterReader(Protocol):
     """Reads adapters for the ranks of an engine."""
 
-    digests: dict[str, bytes]  # of adapters 0, 1, ..., loaded at the start, by their names
+    first: dict[str, AdapterFacts]  # of adapters 0, 1, ..., loaded at the start, by their names
 
-    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
-        """Read and check an adapter on every rank, for plans that name this number; returns its
-        digest. root: a folder outside of which nothing is read. Blocks; any thread may call it.
-        Raises AdapterError, after which some ranks may have it, and EngineStoppedError."""
+    def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
+        """Read and check an adapter on every rank, for plans that name this number. root: a folder
+        outside of which nothing is read. Blocks; any thread may call it. Raises AdapterError, after
+        which some ranks may have it, and EngineStoppedError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class Adapter:
     """What the files of an adapter say. The matrices are not scaled, and in the host's memory."""
 
     pairs: Mapping[str, Pair]  # by the path of the module in transformers: a [r, k], b [n, r]
-    base: str | None  # the name of the model that it was trained for
+    base: str | None
     alpha: float
     alpha_patterns: Sequence[tuple[re.Pattern[str], float]]  # of paths; the first one counts
     uses_rslora: bool
@@ -89,8 +96,7 @@ class Adapter:
         return next(found, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 
     @cached_property
-    def digest(self) -> bytes:
-        """Differs where the adapter computes something else. It does not depend on names."""
+    def facts(self) -> AdapterFacts:
         patterns = [(pattern.pattern, alpha) for pattern, alpha in self.alpha_patterns]
         scales = self.alpha, patterns, self.uses_rslora
         found = hashlib.sha256(json.dumps(scales).encode())
@@ -98,7 +104,7 @@ class Adapter:
             for matrix in (pair.a, pair.b):
                 found.update(f"{path} {matrix.dtype} {[*matrix.shape]}\n".encode())
                 found.update(matrix.contiguous().view(torch.uint8).numpy().data)
-        return found.digest()
+        return AdapterFacts(found.digest(), self.base)
 
 
 def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:

@@ -262,13 +262,13 @@ def test_a_file_that_is_cut_after_it_was_read_does_no_harm(tmp_path: Path) -> No
     write(tmp_path, tensors=matrices)
     adapter = read_adapter(tmp_path)
     os.truncate(tmp_path / TENSORS_FILE, 100)
-    assert bool((adapter.pairs[PATH].a == 1).all()) and len(adapter.digest) == 32
+    assert bool((adapter.pairs[PATH].a == 1).all()) and len(adapter.facts.digest) == 32
 
 
 def test_the_digest_is_of_the_content_and_not_of_its_name(tmp_path: Path) -> None:
     def digest(tensors: dict[str, Tensor] | None = None, **config: Any) -> bytes:
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        return read_adapter(write(folder, tensors, **config)).digest
+        return read_adapter(write(folder, tensors, **config)).facts.digest
 
     first = digest()
     assert digest() == first

@@ -12,7 +12,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import CheckpointError
-from minisgl.lora.files import AdapterError, read_adapter
+from minisgl.lora.files import AdapterError, AdapterFacts, read_adapter
 from minisgl.lora.pool import AdapterPool, HostAdapter
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
@@ -29,19 +29,19 @@ class DeviceAdapters:
 
     def __init__(self, pool: AdapterPool, num_places: int, lanes: Lanes) -> None:
         self.pool = pool
-        self.digests: dict[str, bytes] = {}  # of those loaded at the start, in their order
+        self.first: dict[str, AdapterFacts] = {}
         self.lanes = lanes
         self._adapters: dict[int, HostAdapter] = {}  # by number
         self._lane = copy_lane(lanes)
         # Of the last load of each place, the adapter and the end. One thread writes, another reads.
         self._loads: list[tuple[int, CopyMark] | None] = [None] * num_places
 
-    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
+    def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
         """Read an adapter for plans to come; see AdapterReader."""
         self.lanes.enter_thread()
         adapter = read_adapter(Path(folder), root=None if root is None else Path(root))
         self._adapters[number] = self.pool.pack(adapter)
-        return adapter.digest
+        return adapter.facts
 
     def drop(self, number: int) -> None:
         """Forget an adapter. It may not be there, and a copy of it may be on its way."""
@@ -107,7 +107,7 @@ def load_adapters(
     adapters = DeviceAdapters(pool, config.max_loras, lanes)
     for number, (name, folder) in enumerate(config.adapters):
         try:
-            adapters.digests[name] = adapters.read(number, folder)
+            adapters.first[name] = adapters.read(number, folder)
         except AdapterError as error:
             raise CheckpointError(f"--lora {name}: {error}") from error
     pool.pin(config.max_loras - len(config.adapters))
