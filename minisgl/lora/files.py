@@ -112,9 +112,8 @@ def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
 
     Raises AdapterError with one sentence that says what is wrong and what is allowed.
     """
-    config = _read_config(_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES, root))
-    refuse_config(config)
-    pairs = _read_pairs(_file(folder, TENSORS_FILE, MAX_TENSORS_BYTES, root))
+    config, path = look_at(folder, root)
+    pairs = _read_pairs(path)
     base = config.get("base_model_name_or_path")
     return Adapter(
         pairs,
@@ -123,6 +122,14 @@ def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
         _alpha_patterns(config),
         bool(config.get("use_rslora")),
     )
+
+
+def look_at(folder: Path, root: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """The config of an adapter, and the path of its tensors, of which nothing is read. Raises
+    AdapterError."""
+    config = _read_config(_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES, root))
+    _refuse_config(config)
+    return config, _file(folder, TENSORS_FILE, MAX_TENSORS_BYTES, root)
 
 
 def _file(folder: Path, name: str, most: int, root: Path | None) -> Path:
@@ -164,7 +171,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse_config(config: Mapping[str, Any]) -> None:
+def _refuse_config(config: Mapping[str, Any]) -> None:
     """Raise AdapterError for what the arithmetic here has not."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minisgl.config import EngineConfig
+from minisgl.errors import CheckpointError
 from minisgl.lora import files
 from minisgl.lora.files import CONFIG_FILE, TENSORS_FILE, AdapterError, read_adapter
+from minisgl.runner.setup import read_setup
 
 PATH = "model.layers.0.self_attn.q_proj"
 KEY = f"base_model.model.{PATH}.lora_{{}}.weight"
@@ -295,3 +298,13 @@ def test_no_header_makes_another_error(
     (folder / TENSORS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(AdapterError):
         read_adapter(folder)
+
+
+def test_a_folder_of_an_option_is_looked_at_before_a_model_is_downloaded(tmp_path: Path) -> None:
+    for folder, said in (
+        (tmp_path / "absent", f"has no file {CONFIG_FILE}"),
+        (write(tmp_path / "dora", use_dora=True), "DoRA"),
+    ):
+        config = EngineConfig(model="nobody/no-such-model", lora=(f"a={folder}",))
+        with pytest.raises(CheckpointError, match=f"--lora a: .*{said}"):
+            read_setup(config)
