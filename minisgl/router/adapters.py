@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 
@@ -40,10 +41,13 @@ class ReplicaRefusedError(MinisglError):
 class FleetAdapters:
     """Passes what loads and unloads adapters on to all replicas, one request after the other."""
 
-    def __init__(self, fleet: Fleet, admin_key: str) -> None:
+    def __init__(self, fleet: Fleet, admin_key: str, first: Collection[str] = ()) -> None:
+        """first: the names of those that a replica has when it starts."""
         self._fleet = fleet
         self._admin_key = admin_key
-        # What has changed since the replicas were started first, by path and name, in order.
+        self._first = first
+        # What makes of those that a replica has at its start what all have, by path and name, in
+        # order.
         self._changes: dict[tuple[str, str], HTTPRequest] = {}
         self._changing = asyncio.Lock()
 
@@ -72,7 +76,8 @@ class FleetAdapters:
                     await asyncio.gather(*(self._ask(each, undo) for each in done))
                 elif not (is_load and failed):
                     self._changes.pop((LOAD, name), None)
-                    self._changes[asked.path, name] = asked
+                    if is_load or name in self._first:
+                        self._changes[asked.path, name] = asked
             for replica in failed:
                 raise ReplicaRefusedError(replica.index, *answers[replica])
             if not done:
