@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from minisgl.config import memory_bytes
 from minisgl.errors import CallerError, in_one_line
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -129,7 +130,8 @@ def look_at(folder: Path, root: Path | None = None) -> tuple[dict[str, Any], Pat
     AdapterError."""
     config = _read_config(_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES, root))
     _refuse_config(config)
-    return config, _file(folder, TENSORS_FILE, MAX_TENSORS_BYTES, root)
+    most = min(MAX_TENSORS_BYTES, memory_bytes() // 8)  # it is in memory more than once
+    return config, _file(folder, TENSORS_FILE, most, root)
 
 
 def _file(folder: Path, name: str, most: int, root: Path | None) -> Path:

@@ -233,9 +233,12 @@ def test_what_is_no_file_is_refused(name: str, kind: str, tmp_path: Path) -> Non
 def test_a_file_that_is_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MAX_TENSORS_BYTES", 100)
-    with pytest.raises(AdapterError, match="bytes; allowed: up to 100"):
-        read_adapter(write(tmp_path))
+    write(tmp_path)
+    for name, value in (("MAX_TENSORS_BYTES", 100), ("memory_bytes", lambda: 800)):
+        with monkeypatch.context() as changed:
+            changed.setattr(files, name, value)
+            with pytest.raises(AdapterError, match="bytes; allowed: up to 100"):
+                read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["..", "absolute", "link to a folder", "links to files", "\0"])
