@@ -19,7 +19,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.distributed.addresses import Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
+from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
@@ -193,17 +194,34 @@ class RankWeights:
                 self.take_files([file.name])
 
     def take_files(self, files: Sequence[str]) -> None:
-        self._own.take_files(files)
-        self._call("take_weights", files)
+        self._together(lambda: self._own.take_files(files), "take_weights", files)
 
-    def end(self) -> None:
-        self._own.end()
-        self._call("end_weights")
+    def join(self, address: GroupAddress) -> None:
+        self._together(lambda: self._own.join(address), "join_group", address)
 
-    def _call(self, name: str, *arguments: object) -> None:
-        for answer in self._others.call(name, *arguments):
+    def leave(self, name: str) -> None:
+        self._together(lambda: self._own.leave(name), "leave_group", name)
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
+        self._together(lambda: self._own.take_group(name, infos), "receive_weights", name, infos)
+
+    def end(self) -> bool:
+        own = self._own.end()
+        return all([own, *self._call("end_weights")])
+
+    def _together(self, own: Callable[[], None], name: str, *arguments: object) -> None:
+        """Have rank 0 do what the others are called for meanwhile: each may wait for all."""
+        with ThreadPoolExecutor(1) as thread:
+            others = thread.submit(self._call, name, *arguments)
+            own()
+            others.result()
+
+    def _call(self, name: str, *arguments: object) -> list[Any]:
+        found = self._others.call(name, *arguments)
+        for answer in found:
             if answer.obstacle:
                 raise CheckpointError(f"Rank {answer.rank}: {answer.obstacle}")
+        return [msgspec.msgpack.decode(answer.result) for answer in found]
 
 
 def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

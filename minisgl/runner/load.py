@@ -120,7 +120,8 @@ def load_runner(
     layers = setup.facts.stages(pipeline.size)[pipeline.stage]
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
-    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes)
+    rank = pipeline.stage * ranks.size + ranks.rank
+    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes, rank)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
     adapters = None

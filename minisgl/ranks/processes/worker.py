@@ -24,6 +24,7 @@ from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
+from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
@@ -219,6 +220,13 @@ CALLS: Mapping[str, Callable[..., object]] = {
         msgspec.convert(infos, list[TensorInfo]), partial
     ),
     "take_weights": lambda runner, files: _weights(runner).take_files(files),
+    "join_group": lambda runner, address: _weights(runner).join(
+        msgspec.convert(address, GroupAddress)
+    ),
+    "leave_group": lambda runner, name: _weights(runner).leave(name),
+    "receive_weights": lambda runner, name, infos: _weights(runner).take_group(
+        name, msgspec.convert(infos, list[TensorInfo])
+    ),
     "end_weights": lambda runner: _weights(runner).end(),
 }
 
