@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -283,15 +283,15 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _checked(key: str, matrix: Tensor) -> Tensor:
-    problems: tuple[tuple[str, Callable[[], bool]], ...] = (
-        (f"has the dtype {matrix.dtype}", lambda: matrix.dtype not in _FLOATS),
-        (f"has the shape {[*matrix.shape]}", lambda: matrix.dim() != 2 or not matrix.numel()),
-        ("has NaN or infinities", lambda: not bool(matrix.isfinite().all())),
+    if matrix.dtype not in _FLOATS:
+        problem = f"has the dtype {matrix.dtype}"
+    elif matrix.dim() != 2 or not matrix.numel():
+        problem = f"has the shape {[*matrix.shape]}"
+    elif not bool(matrix.isfinite().all()):
+        problem = "has NaN or infinities"
+    else:
+        return matrix
+    raise AdapterError(
+        f"{TENSORS_FILE}: {key:.200} {problem}; allowed: finite matrices in float32, float16 or "
+        "bfloat16."
     )
-    for problem, is_there in problems:
-        if is_there():
-            raise AdapterError(
-                f"{TENSORS_FILE}: {key:.200} {problem}; allowed: finite matrices in float32, "
-                "float16 or bfloat16."
-            )
-    return matrix

@@ -4,6 +4,7 @@ key."""
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from msgspec import Struct
 from starlette.responses import PlainTextResponse, Response
@@ -46,25 +47,19 @@ async def unload(service: Service, asked: Asked[UnloadAdapter]) -> Response:
     )
 
 
-_NAMES = FieldNames("", "", fields={"lora": "lora_name"}).used
+_changes = partial(
+    Endpoint, naming=FieldNames("", "", fields={"lora": "lora_name"}).used, is_for_admin=True
+)
 ENDPOINTS = (
-    Endpoint(
+    _changes(
         LOAD,
         "Load an adapter (LoRA).",
         load,
         LoadAdapter,
         example={"lora_name": "sql", "lora_path": "sql"},
-        naming=_NAMES,
         errors=(*READING, 409),
-        is_for_admin=True,
     ),
-    Endpoint(
-        UNLOAD,
-        "Unload an adapter (LoRA).",
-        unload,
-        UnloadAdapter,
-        example={"lora_name": "sql"},
-        naming=_NAMES,
-        is_for_admin=True,
+    _changes(
+        UNLOAD, "Unload an adapter (LoRA).", unload, UnloadAdapter, example={"lora_name": "sql"}
     ),
 )
