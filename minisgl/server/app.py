@@ -102,6 +102,11 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
     for path, answer in (adapters.HANDLERS if config.lora_root else {}).items():
         routes.append(Route(path, partial(answer, service), methods=["POST"]))
+    if config.trainer:
+        from minisgl.server.handlers.training import HANDLERS as TRAINING
+
+        for (method, path), answer in TRAINING.items():
+            routes.append(Route(path, partial(answer, service), methods=[method]))
     return application([*pages, *routes], config, service.metrics.responses, hosts)
 
 
