@@ -13,7 +13,13 @@ from minisgl.distributed.weight_group import BACKENDS, GroupAddress
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded
-from minisgl.errors import ConfigError, InvalidRequestError, MinisglError
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    MinisglError,
+    in_one_line,
+)
 from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
 from minisgl.models.refilling import TensorInfo, WeightTaker
@@ -126,9 +132,7 @@ class Weights:
         in_flight: InFlight = "keep",
     ) -> str:
         """The same from the safetensors files of a folder, which all machines have."""
-        files = await asyncio.to_thread(safetensors_files, Path(folder))
-        infos = await asyncio.to_thread(_infos_of, files)
-        paths = [str(file) for file in files]
+        paths, infos = await asyncio.to_thread(_read, folder)
         return await self._in_turn(
             self._update(infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight)
         )
@@ -205,6 +209,12 @@ class Weights:
             )
         )
 
+    def reset_cache(self) -> None:
+        """Let no request match what is cached now. Updates do this themselves."""
+        self._check_alive()
+        requests = [stream.request for stream in self._delivery.streams.values()]
+        self._versions.change(self.version, secrets.token_bytes(16), requests)
+
     # -- pauses ------------------------------------------------------------------------------------
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
@@ -267,5 +277,11 @@ def _check_in_flight(in_flight: str) -> None:
         raise InvalidRequestError("in_flight", f"allowed: {', '.join(get_args(InFlight))}.")
 
 
-def _infos_of(files: Sequence[Path]) -> list[TensorInfo]:
-    return [TensorInfo.of(name, stored) for file in files for name, stored in tensors_of(file)]
+def _read(folder: str) -> tuple[list[str], list[TensorInfo]]:
+    """The safetensors files of a folder, and what is in them. Raises CheckpointError."""
+    try:
+        files = safetensors_files(Path(folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder!r:.200} cannot be read: {in_one_line(error)}.") from error
+    infos = [TensorInfo.of(name, stored) for file in files for name, stored in tensors_of(file)]
+    return [str(file) for file in files], infos
