@@ -159,7 +159,7 @@ class Refilling:
         filling.end(UPDATE, partial=self._is_partial)
         for module in self._module.modules():
             if isinstance(module, Linear):
-                module.product.refresh()
+                module.product.plain.refresh()
             elif hasattr(module, "refresh"):
                 module.refresh()
         self._lanes.synchronize()  # steps may read weights before their turn comes
@@ -171,7 +171,7 @@ class Refilling:
         if partial and any(True for _ in self._input_scales()):
             reason = "of a part of the weights its scales of inputs cannot be known"
         for module in self._module.modules():
-            if isinstance(module, Linear) and not module.product.can_refresh:
+            if isinstance(module, Linear) and not module.product.plain.can_refresh:
                 reason = "its kernels keep the weights in another form"
             if isinstance(module, LatentAttention) and self._config.quantization is not None:
                 reason = "latent attention keeps a quantised map in another form"

@@ -37,7 +37,7 @@ from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
-from minisgl.lora.files import AdapterError, AdapterReader
+from minisgl.lora.files import AdapterError, AdapterFacts, AdapterReader
 from minisgl.matcher import MaskRows
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.ranks.nodes.agreement import facts_of
@@ -159,21 +159,21 @@ class RankAdapters:
     """Reads adapters on all ranks, of which each checks the files."""
 
     def __init__(self, own: AdapterReader, others: RemoteRanks) -> None:
-        self.digests = own.digests
+        self.first = own.first
         self._own = own
         self._others = others
 
-    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
-        digest = self._own.read(number, folder, root)
+    def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
+        found = self._own.read(number, folder, root)
         for answer in self._others.call("read_adapter", number, folder, root):
             if answer.obstacle:
                 raise AdapterError(answer.obstacle)
-            if msgspec.msgpack.decode(answer.result, type=bytes) != digest:
+            if msgspec.msgpack.decode(answer.result, type=bytes) != found.digest:
                 raise AdapterError(
                     f"Rank {answer.rank} has read another adapter: the files have changed "
                     "meanwhile, or differ from machine to machine; allowed: the same on all."
                 )
-        return digest
+        return found
 
 
 class RankWeights:

@@ -159,6 +159,7 @@ class RouterProcess:
                 server=self._server,
                 policy=self._router.router_policy,
                 replica_paths=tuple(replica_paths),
+                adapters=tuple(self._engine.adapters),
                 roles=self._roles,
                 router_paths=paths if several else (),
                 listener_fd=listener.fileno(),

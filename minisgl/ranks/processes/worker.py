@@ -204,7 +204,7 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | No
 
 def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | None) -> bytes:
     assert runner.adapters is not None, "there is room for adapters"
-    return runner.adapters.read(number, folder, root)
+    return runner.adapters.read(number, folder, root).digest
 
 
 def _weights(runner: ModelRunner) -> WeightTaker:
