@@ -19,7 +19,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, startup
-from minisgl.engine.image_proof import proven
+from minisgl.engine.image_proof import _with_tower, proven
 from minisgl.errors import InvalidRequestError
 from minisgl.models import qwen_vl
 from minisgl.models.towers.seeing import SeeingModel
@@ -43,6 +43,16 @@ def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
     assert found.model.notes[-1].startswith("images: shown to be seen as in transformers in ")
+    assert not any("left out" in note for note in found.model.notes)
+
+
+def test_a_note_says_what_is_left_out_beside_the_tower() -> None:
+    assert _with_tower("the text part of it; left out: vision, audio") == (
+        "the text part of it; left out: audio"
+    )
+    assert _with_tower("layers that draft tokens, left out: 1") == (
+        "layers that draft tokens, left out: 1"
+    )
 
 
 # One of each kind of inputs; ARCHITECTURES=all runs all of them.
