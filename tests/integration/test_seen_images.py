@@ -12,21 +12,25 @@ import pytest
 from support.image_cases import (
     LLAVA,
     PARAMS,
+    PLACEHOLDER,
     QWEN,
     QWEN_3_VL,
     Asked,
     check,
     image_case,
     is_right,
+    picture,
     started,
     submitted,
 )
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
+from minisgl.images.picture import with_pictures
 from minisgl.models import qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
+from minisgl.request import Request
 
 FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS)
 # So few that running requests have to be retracted.
@@ -171,6 +175,32 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_requests(
                 else:
                     assert not isinstance(result, BaseException) and is_right(each, result)
             assert not engine.stats().num_running + engine.stats().num_queued
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_an_image_that_one_stage_cannot_encode_ends_its_own_requests(
+    options: dict[str, Any],
+) -> None:
+    """Only the first stage has a tower, and only the last one tells the scheduler."""
+    right = of(LLAVA)[0]
+    whole = right.spans[0].picture
+    fewer = picture(dict(whole.inputs), whole.num_rows - 1)
+    fewer = replace(fewer, digest=b"another one")
+    prompt, spans = with_pictures([5, PLACEHOLDER, 6], PLACEHOLDER, [fewer])
+    wrong = replace(right, prompt=prompt, spans=spans)
+
+    async def run() -> None:
+        async with started(LLAVA, **options) as engine:
+            jobs = [submitted(engine, each) for each in (wrong, right, wrong)]
+            found = await asyncio.gather(*jobs, return_exceptions=True)
+            for failed in (found[0], found[2]):
+                assert isinstance(failed, StepError), failed
+                assert "rows, and" in str(failed)
+            assert isinstance(found[1], Request) and is_right(right, found[1])
+            assert is_right(right, await submitted(engine, right))
+            engine.audit()
 
     asyncio.run(run())
 
