@@ -23,6 +23,7 @@ from torch import Tensor
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
+from minisgl.images.prompt import Prompt
 from minisgl.models import qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
@@ -170,11 +171,13 @@ def image_case(architecture: str) -> ImageCase:
 
 
 def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Asked:
-    prompt, spans = with_pictures(template, PLACEHOLDER, pictures)
-    ids: list[int] = []
-    rest = iter(pictures)
-    for token_id in template:
-        ids += next(rest).token_ids if token_id == PLACEHOLDER else [token_id]
+    return answered(reference, *with_pictures(template, PLACEHOLDER, pictures))
+
+
+def answered(reference: Any, prompt: list[int], spans: tuple[Span, ...]) -> Asked:
+    """What a model of transformers makes of a prompt."""
+    ids = Prompt(prompt, spans).shown_token_ids
+    pictures = [span.picture for span in spans]
     given: dict[str, Tensor] = {}
     for name in pictures[0].inputs if pictures else ():
         given[name] = torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
@@ -201,6 +204,7 @@ def config_of(folder: Path) -> ModelConfig:
 async def submitted(engine: AsyncEngine, asked: Asked, **options: Any) -> Request:
     """The request, once it has ended."""
     extras: list[Extra] = [Pictured(asked.spans)] if asked.spans else []
+    extras += options.pop("extras", ())
     stream = engine.submit(asked.prompt, options.pop("params", PARAMS), extras=extras, **options)
     async for _ in stream:
         engine.audit()
