@@ -271,6 +271,24 @@ async def test_too_many_bytes_of_all_requests_are_refused(
         assert (await images.prompt(asked, False, {})).spans
 
 
+async def test_requests_that_wait_have_images_up_to_a_share_of_the_memory(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [question(ImageSource(encoded(colourful(60, 60, seed=seed)))) for seed in range(5)]
+    async with images_of(qwen) as images:
+        held = [await images.prompt(asked[0], False, {})]
+        num_bytes = images._kept._num_bytes
+        monkeypatch.setattr(images_module, "memory_bytes", lambda: 4 * 2.5 * num_bytes)
+        images._kept._max_bytes = 0  # whatever is kept does not count
+        held += [await images.prompt(each, False, {}) for each in asked[1:3]]
+        with pytest.raises(QueueFullError, match="try again later"):
+            await images.prompt(asked[3], False, {})
+        held.clear()  # the requests have ended
+        gc.collect()
+        assert (await images.prompt(asked[3], False, {})).spans
+        assert (await images.prompt(asked[4], False, {})).spans
+
+
 async def test_fetches_at_once_are_limited(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, gate = encoded(colourful(60, 60)), asyncio.Event()
     num_open = most = 0
