@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from support.checkpoints import load_reference
 from support.image_cases import (
     LLAVA,
     PARAMS,
@@ -20,6 +22,7 @@ from support.image_cases import (
     image_case,
     is_right,
     picture,
+    prompt_logits,
     started,
     submitted,
 )
@@ -30,6 +33,7 @@ from minisgl.images.picture import with_pictures
 from minisgl.models import qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
+from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request
 
 FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS)
@@ -82,7 +86,7 @@ def test_few_rows_of_an_image_are_no_hit() -> None:
     assert asyncio.run(run()) == [0, 0]
 
 
-def test_penalties_are_of_text_and_prompts_of_images_have_no_logprobs() -> None:
+def test_penalties_are_of_text() -> None:
     """Also where an image ends the prompt."""
     asked = of(LLAVA)[0]
     span = asked.spans[0]
@@ -98,10 +102,33 @@ def test_penalties_are_of_text_and_prompts_of_images_have_no_logprobs() -> None:
             params = replace(PARAMS, repetition_penalty=1e6)
             found = await submitted(engine, ending, params=params)
             assert {*found.output_token_ids}.isdisjoint({*text, 90})
-            with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-                await submitted(engine, asked, params=replace(PARAMS, prompt_logprobs=0))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN_3_VL])
+def test_the_text_around_images_has_logprobs_and_their_rows_have_none(architecture: str) -> None:
+    case = image_case(architecture)
+    asked = case.asked[2]
+    reference = load_reference(case.folder, getattr(transformers, architecture))
+    wanted = prompt_logits(reference, asked).log_softmax(-1)
+
+    async def run() -> Request:
+        async with started(architecture, max_prefill_length=7) as engine:
+            params = replace(PARAMS, prompt_logprobs=1)
+            jobs = [submitted(engine, each) for each in case.asked]
+            found = await asyncio.gather(submitted(engine, asked, params=params), *jobs)
+            assert is_right(asked, found[0])
+            return found[0]
+
+    scores = scores_of(asyncio.run(run()))
+    assert len(scores) == len(asked.prompt) - 1
+    for row, (token_id, scored) in enumerate(zip(asked.prompt[1:], scores, strict=True)):
+        assert (scored is None) == (token_id < 0)
+        if scored is not None:
+            assert scored.token_id == token_id
+            assert abs(scored.logprob - float(wanted[row, token_id])) < 1e-3
+            assert scored.top[0][0] == int(wanted[row].argmax())
 
 
 def test_a_state_goes_on_behind_an_image() -> None:

@@ -177,23 +177,32 @@ def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Aske
 def answered(reference: Any, prompt: list[int], spans: tuple[Span, ...]) -> Asked:
     """What a model of transformers makes of a prompt."""
     ids = Prompt(prompt, spans).shown_token_ids
-    pictures = [span.picture for span in spans]
+    tokens, logits = list(ids), list[Tensor]()
+    for _ in range(NUM_TOKENS):
+        # Sampled placeholders are no images.
+        row = _logits(reference, tokens, spans)[-1]
+        row[PLACEHOLDER] = -torch.inf
+        logits.append(row)
+        tokens.append(int(row.argmax()))
+    return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+
+
+def prompt_logits(reference: Any, asked: Asked) -> Tensor:
+    """[len(asked.prompt), vocab_size]"""
+    return _logits(reference, Prompt(asked.prompt, asked.spans).shown_token_ids, asked.spans)
+
+
+@torch.no_grad()
+def _logits(reference: Any, token_ids: list[int], spans: tuple[Span, ...]) -> Tensor:
     given: dict[str, Tensor] = {}
+    pictures = [span.picture for span in spans]
     for name in pictures[0].inputs if pictures else ():
         given[name] = torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
-    tokens, logits = list(ids), list[Tensor]()
-    with torch.no_grad():
-        for _ in range(NUM_TOKENS):
-            these = torch.tensor([tokens])
-            kinds = {}
-            if "image_grid_thw" in given:
-                kinds["mm_token_type_ids"] = (these == PLACEHOLDER).int()
-            # Sampled placeholders are no images.
-            row = reference(input_ids=these, **given, **kinds, use_cache=False).logits[0, -1]
-            row[PLACEHOLDER] = -torch.inf
-            logits.append(row)
-            tokens.append(int(row.argmax()))
-    return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+    ids = torch.tensor([token_ids])
+    if "image_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+    logits: Tensor = reference(input_ids=ids, **given, use_cache=False).logits[0]
+    return logits
 
 
 @cache

@@ -175,9 +175,6 @@ class Images(Part):
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
         if isinstance(given, Pictured):
-            if params.prompt_logprobs is not None:
-                reason = "is not supported for prompts with images, which have no tokens of text."
-                raise InvalidRequestError("prompt_logprobs", reason)
             pictures = {span.picture.digest: span.picture for span in given.spans}
             wanted = sum(picture.num_rows for picture in pictures.values())
             for each in pictures.values() if self._turns else ():
