@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
-from minisgl.errors import in_one_line
+from minisgl.errors import DeviceMemoryError, in_one_line
 from minisgl.models.decoder import Decoder
+from minisgl.models.towers.largest import largest_inputs
 from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import Sight
 from minisgl.models.towers.tower import Tower, load_tower
@@ -130,6 +131,26 @@ class DeviceImages:
 
         self._lane.queue(compute, [])
         return self._lane.queue(write, [self._lanes.mark()])
+
+    def peak_bytes(self, sight: Sight) -> int:
+        """Encode the largest image that the buffer has room for; returns the memory that it takes
+        beside what is there, which is measured on a GPU only. Raises DeviceMemoryError."""
+        if self._tower is None or self._lanes.device.type != "cuda":
+            return 0
+        tower, num_rows = self._tower, len(self._rows)
+        inputs = largest_inputs(sight, tower.config, num_rows)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found: list[Tensor] = []
+        try:
+            self._lane.queue(lambda: found.append(tower.rows(inputs)), []).wait()
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"The tower has no memory for an image of {num_rows} tokens; lower --image-rows, "
+                "or set it to 0 to run the text part alone."
+            ) from error
+        num_pieces = -(-num_rows // len(found[0]))
+        return num_pieces * (torch.cuda.max_memory_allocated() - held)
 
     def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
         """The images whose encoding has ended since the last call, and why it failed, or "". wait:
