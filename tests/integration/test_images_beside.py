@@ -28,9 +28,13 @@ from support.image_cases import (
     submitted,
 )
 
+from minisgl.engine.stream import OutputStream
 from minisgl.kvcache.copies import LoadRule
-from minisgl.parts.images.host import Pictured
+from minisgl.models.towers.tower import Tower
+from minisgl.parts.images.host import ImagePlan, Pictured
 from minisgl.request import Request
+from minisgl.runner.runner import ModelRunner
+from minisgl.scheduler.plan import StepPlan
 
 PAGE_SIZE = 4
 # Room on the device for the longest prompt and little more, so that others fall out.
@@ -219,3 +223,78 @@ def test_the_placeholder_may_be_sampled() -> None:
             assert is_right(asked, await submitted(engine, asked))
 
     asyncio.run(run())
+
+
+def test_requests_that_leave_at_any_moment_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while their image is encoded, which the next one may be waiting for."""
+    asked = of(LLAVA)
+    pictured = [each for each in asked if each.spans]
+    leaving: list[OutputStream] = []
+    rows = Tower.rows
+
+    def noting(self: Tower, inputs: Any) -> Any:
+        loop.call_soon_threadsafe(lambda: leaving.pop().abort() if leaving else None)
+        return rows(self, inputs)
+
+    monkeypatch.setattr(Tower, "rows", noting)
+    loop: Any = None
+
+    async def run() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        async with started(LLAVA, max_prefill_length=7, image_rows=48) as engine:
+            for num_deltas in range(4):
+                streams = [
+                    engine.submit(each.prompt, PARAMS, extras=[Pictured(each.spans)])
+                    for each in pictured
+                ]
+                leaving.append(streams[-1])
+                jobs = [submitted(engine, each) for each in asked]
+                for stream in streams[:-1]:
+                    for _ in range(num_deltas):
+                        await anext(stream)
+                        engine.audit()
+                    stream.abort()
+                    engine.audit()
+                found = await asyncio.gather(*jobs)
+                assert all(map(is_right, asked, found))
+                leaving.clear()
+                streams[-1].abort()
+            stats = engine.stats()
+            assert not stats.num_running + stats.num_queued
+            assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+            engine.audit()
+
+    asyncio.run(run())
+
+
+def test_steps_without_images_are_those_of_a_model_that_reads_text_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = of(QWEN_3_VL)[3]
+
+    def plans(**options: Any) -> list[StepPlan]:
+        found: list[StepPlan] = []
+        launch = ModelRunner.launch
+
+        def noting(self: ModelRunner, plan: StepPlan, *others: Any) -> Any:
+            found.append(plan)
+            return launch(self, plan, *others)
+
+        async def run() -> None:
+            async with started(QWEN_3_VL, **options) as engine:
+                found.clear()  # those of the start
+                assert is_right(text, await submitted(engine, text))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ModelRunner, "launch", noting)
+            asyncio.run(run())
+        return found
+
+    seeing, blind = plans(), plans(image_rows=0)
+    assert [plan.part(ImagePlan) for plan in seeing] == [None] * len(seeing)
+    assert [replace(plan, joins=()) for plan in seeing] == [
+        replace(plan, joins=()) for plan in blind
+    ]
