@@ -15,6 +15,7 @@ from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.towers import left_out, text_part
 from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
+from minisgl.models.text_part import LEFT_OUT
 from minisgl.models.transformers_fields import causal_decoders, model_type_of
 
 # Of configs from before transformers had the architecture, and so another model_type: HunYuan-A13B.
@@ -38,7 +39,7 @@ def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
     config = transformers_config(values, architecture)
     if has_towers := architecture in TOWERS:
         towers = ", ".join(left_out(config))
-        notes.append(f"model: the text part of {architecture}; left out: {towers}")
+        notes.append(f"model: the text part of {architecture}{LEFT_OUT}{towers}")
         config, architecture = text_part(config)
         values = config.to_dict()
     model = model_class(architecture)
