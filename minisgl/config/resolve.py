@@ -634,8 +634,6 @@ def _resolve_windows(
     elif config.host_cache and not sizes.page_bytes(specs).full:
         reason = "--host-cache needs layers without a window in this model"
         notes.append(f"pages behind sliding windows are kept: {reason}")
-    elif any(spec.window for spec in model.draft_layers):
-        notes.append("pages behind sliding windows are kept: the draft model has windows, too")
     elif num_pages and sizes.pages_for(num_slots) >= num_pages:
         notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
     else:
