@@ -167,7 +167,7 @@ def test_a_pair_that_is_not_refused_gives_the_tokens_of_transformers(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
-    case, options = case_of(kind, name != ADOPTED), options_of(name, kind, tmp_path)
+    case, options = case_of(kind), options_of(name, kind, tmp_path)
     outcome = cell(name, kind).outcome
 
     async def run() -> None:

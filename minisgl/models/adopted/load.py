@@ -74,7 +74,10 @@ class Blueprint:
         """How the tensors of the checkpoint are called in the model."""
         with torch.device("meta"):
             model = model_class(self.config.architecture)._from_config(self._config())
-        of = names_of(model, has_towers=self.config.has_towers)
+        config, layers = self.config, self.config.found.layers
+        path, more = layers[0].rpartition(".")[0], range(config.num_drafting_layers)
+        drafting = [f"{path}.{len(layers) + each}." for each in more]
+        of = names_of(model, has_towers=config.has_towers, drafting=drafting)
         return Names(of, lambda name: is_quantizable(name) and not _ROUTERS.search(name))
 
     def _config(self) -> Any:
