@@ -310,7 +310,7 @@ def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int
     asked for, or that the arithmetic does not count."""
     has_windows = any(spec.window is not None for spec in model.attention)  # not counted
     decodes = config.task not in ("embed", "rerank")
-    beside = config.host_cache or config.speculative is not None
+    beside = config.whole_pages or config.speculative is not None
     return decodes and not beside and not has_windows and config.max_running_requests >= num_ranks
 
 
