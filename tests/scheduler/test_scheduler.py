@@ -2236,6 +2236,22 @@ def test_requests_go_to_the_emptiest_rank_and_back_to_their_prefix() -> None:
     assert found == [16, 16, 16]
 
 
+def test_idle_ranks_take_turns() -> None:
+    """Else one would lose prefixes for which the others have room. A request that asks its rank's
+    disk first, which has nothing, is still one."""
+    for disk in (None, FakeDisk()):
+        harness, ranks = (
+            Harness(num_ranks=3, num_slots=6, num_host_pages=20, disk=disk),
+            list[int](),
+        )
+        for n in range(6):
+            harness.scheduler.submit(make_request(str(n), [n] * 12, 2, ignore_eos=True))
+            harness.launch()
+            ranks += ranks_of(harness).values()
+            harness.run()
+        assert ranks == [0, 1, 2, 0, 1, 2]
+
+
 def test_requests_with_one_beginning_are_on_all_ranks() -> None:
     """As soon as the rank that has it is busier by more than twice its tokens."""
     harness = Harness(num_ranks=2, num_slots=40, num_pages=400, max_prefill_length=10_000)
