@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +255,7 @@ class Harness:
             self.check_lag(plan)
             self.check_offloads(plan)
             self.check_loads(plan)
-            self.check_shares(plan, Counter(map(client_of, before.values())))
+            self.check_shares(before.values())
         self.scheduler.audit()
         return plan
 
@@ -325,11 +325,12 @@ class Harness:
                 assert sum(on_rank) < self.max_loading
                 self.loading[rank, load.id] = len(load.pages)
 
-    def check_shares(self, plan: StepPlan, had: Counter[str]) -> None:
-        """No client that something joins for has more than its share of what the others left."""
-        running = {run.slot: run for run in self.scheduler._slots.by_id.values()}
-        have = Counter(map(client_of, running.values()))
-        for client in {client_of(running[join.slot]) for join in plan.joins} - {""}:
+    def check_shares(self, before: Collection[Running]) -> None:
+        """No client that a request is admitted for has more than its share of what the others left.
+        One whose state has been loaded joins again, and is admitted no more."""
+        running = self.scheduler._slots.by_id.values()
+        had, have = (Counter(map(client_of, each)) for each in (before, running))
+        for client in {client_of(each) for each in running if each not in before} - {""}:
             num_left = self.num_slots - (had.total() - had[client])
             assert have[client] <= max(1, int(self.client_share * num_left))
 
