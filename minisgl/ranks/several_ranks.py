@@ -15,26 +15,31 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.addresses import Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
+from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterError, AdapterReader
 from minisgl.matcher import MaskRows
+from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
@@ -51,6 +56,9 @@ from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.setup import Setup
 from minisgl.scheduler.plan import StepPlan, StepResult
+
+BUCKET_BYTES = 1 << 30
+_MEMORY = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
 
 
 def load_ranks(setup: Setup, report: Report = no_report) -> SeveralRanks:
@@ -168,6 +176,66 @@ class RankAdapters:
         return digest
 
 
+class RankWeights:
+    """Takes the weights of all ranks anew; those in memory by files in memory, if there is room
+    for them there."""
+
+    def __init__(self, own: WeightTaker, others: RemoteRanks) -> None:
+        self._own, self._others = own, others
+
+    def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
+        self._own.begin(infos, partial)
+        self._call("begin_weights", infos, partial)
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for bucket in _buckets(tensors):
+            with tempfile.NamedTemporaryFile(dir=_MEMORY, suffix=".safetensors") as file:
+                save_file(bucket, file.name)
+                self.take_files([file.name])
+
+    def take_files(self, files: Sequence[str]) -> None:
+        self._together(lambda: self._own.take_files(files), "take_weights", files)
+
+    def join(self, address: GroupAddress) -> None:
+        self._together(lambda: self._own.join(address), "join_group", address)
+
+    def leave(self, name: str) -> None:
+        self._together(lambda: self._own.leave(name), "leave_group", name)
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
+        self._together(lambda: self._own.take_group(name, infos), "receive_weights", name, infos)
+
+    def end(self) -> bool:
+        own = self._own.end()
+        return all([own, *self._call("end_weights")])
+
+    def _together(self, own: Callable[[], None], name: str, *arguments: object) -> None:
+        """Have rank 0 do what the others are called for meanwhile: each may wait for all."""
+        with ThreadPoolExecutor(1) as thread:
+            others = thread.submit(self._call, name, *arguments)
+            own()
+            others.result()
+
+    def _call(self, name: str, *arguments: object) -> list[Any]:
+        found = self._others.call(name, *arguments)
+        for answer in found:
+            if answer.obstacle:
+                raise CheckpointError(f"Rank {answer.rank}: {answer.obstacle}")
+        return [msgspec.msgpack.decode(answer.result) for answer in found]
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors on the host, some BUCKET_BYTES at a time."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        bucket[name] = tensor.detach().cpu().contiguous().clone()
+        if sum(each.nbytes for each in bucket.values()) >= BUCKET_BYTES:
+            yield bucket
+            bucket = {}
+    if bucket:
+        yield bucket
+
+
 class SeveralRanks:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
@@ -181,6 +249,7 @@ class SeveralRanks:
         self.capacity = own.capacity
         self.load_rule = own.load_rule
         self.adapters = None if own.adapters is None else RankAdapters(own.adapters, others)
+        self.weights = None if own.weights is None else RankWeights(own.weights, others)
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))
         others.moved = self._fewest_pages.ended
