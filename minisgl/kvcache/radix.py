@@ -82,11 +82,14 @@ class RadixCache(Residency):
                 num_pages = group.usable(found, num_pages, may_load=may_load)
         return num_pages
 
-    def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
+    def acquire(
+        self, key: bytes, max_pages: int, namespace: bytes = b"", *, may_load: bool = True
+    ) -> Match:
         """Lock the longest cached prefix of `key` that is of use, at most `max_pages` pages.
         O(key).
 
-        Its end in another memory is left out where computing it is faster than loading it.
+        Its end in another memory is left out where computing it is faster than loading it, and
+        always without `may_load`.
         """
         tree = self.tree
         root = tree.root(namespace)
@@ -102,11 +105,21 @@ class RadixCache(Residency):
             found = [(each, each.num_pages) for each in path]
             num_here = self._num_useful(found, len(pages), may_load=False)
             num_saved = len(pages) + num_to_load - num_here
-            if not self.rule.pays(num_to_load + num_beside, num_saved):
+            if not (may_load and self.rule.pays(num_to_load + num_beside, num_saved)):
                 path, pages = tree.path(found, num_here), pages[:num_here]
                 node, num_to_load, num_beside = path[-1] if path else root, 0, 0
         tree.lock(node, path)
         return Match(node, pages, num_to_load, num_beside, num_found)
+
+    def places_beside(self, start: int, end: int) -> list[tuple[int, int]]:
+        """What a request needs to go on behind `end` pages, beside those from page `start` on: by
+        page and index."""
+        return [
+            (page, index)
+            for group in self.groups
+            for page in range(max(start, group.first_needed(end)), end)
+            for index in group.indices
+        ]
 
     # -- adding ------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize("roles", ["", "prefill,decode"])
-def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: str) -> None:
+def test_replicas_are_on_one_node_and_those_with_roles_do_not_divide_pages(roles: str) -> None:
     def make(**options: Any) -> RouterProcess:
         router = RouterConfig(replicas=2, roles=roles)
         engine = EngineConfig(device="cpu", **options)
@@ -216,7 +216,7 @@ def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_containe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = with_pages_shared(EngineConfig(host_cache=3.0), 2)
-    assert given == EngineConfig(host_cache=3.0, whole_pages=True)
+    assert given == EngineConfig(host_cache=3.0)
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen

@@ -146,6 +146,7 @@ class HostCopies:
         self.page_bytes = page_bytes = numbering.page_bytes
         self._parts = StateParts(states, numbering)
         self._windows = WindowParts(windowed, numbering)
+        self.has_parts = self._parts.are_some or bool(windowed)  # beside pages
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
