@@ -95,8 +95,8 @@ class PageGroup(Protocol):
         which come behind those of its pages."""
 
     def on_device_for(self, node: Node, pages: Sequence[int]) -> Sequence[int]:
-        """What a prefix with `pages`, which ends with `node` and is `usable` without a load, needs
-        beside them: the numbers on the device, by page and index."""
+        """What the device has beside `pages`, the last ones of a prefix that ends with `node`: the
+        numbers, by page and index."""
 
     def to_load(self, node: Node) -> Sequence[int]:
         """What a prefix that ends with `node` needs that the device has not, in host memory."""

@@ -49,7 +49,7 @@ class RadixCache(Residency):
         self.groups: list[PageGroup] = []  # what a request needs beside the pages of a prefix
         self.num_evictable = 0  # pages that are not in use
         self._keeps = keeps
-        self._num_spared = num_spared
+        self.num_spared = num_spared
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class RadixCache(Residency):
     def _num_useful(self, found: Found, num_pages: int, *, may_load: bool = True) -> int:
         """Of the first `num_pages` pages of a match, those that all groups can go on behind. What
         one leaves may be too much for another, so all are asked until they agree."""
-        num_pages, asked = max(0, num_pages - self._num_spared), -1
+        num_pages, asked = max(0, num_pages - self.num_spared), -1
         while num_pages != asked:
             asked = num_pages
             for group in self.groups:
@@ -111,13 +111,13 @@ class RadixCache(Residency):
         tree.lock(node, path)
         return Match(node, pages, num_to_load, num_beside, num_found)
 
-    def places_beside(self, start: int, end: int) -> list[tuple[int, int]]:
-        """What a request needs to go on behind `end` pages, beside those from page `start` on: by
-        page and index."""
+    def places_beside(self, start: int, end: int, num_spared: int = 0) -> list[tuple[int, int]]:
+        """What a request needs to go on behind `end` pages, or without the last `num_spared` of
+        them, beside those from page `start` on: by page and index."""
         return [
             (page, index)
             for group in self.groups
-            for page in range(max(start, group.first_needed(end)), end)
+            for page in range(max(start, group.first_needed(end - num_spared)), end)
             for index in group.indices
         ]
 

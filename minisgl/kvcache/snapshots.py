@@ -86,7 +86,7 @@ class Snapshots(Follower):
         return {(node.num_pages - 1, index): number for index, number in numbers}
 
     def on_device_for(self, node: Node, pages: Sequence[int]) -> Sequence[int]:
-        return self._parts(self._cached[node])
+        return self._parts(self._cached[node]) if node in self._cached else ()
 
     def to_load(self, node: Node) -> Sequence[int]:
         return () if node in self._cached else self._in_host(node)

@@ -77,18 +77,27 @@ class Transits:
         namespace: bytes = b"",
         copied: Callable[[bool], None] = lambda is_whole: None,
     ) -> Transit | None:
-        """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
+        """Copy the cached prefix, and what a request needs beside it to go on, to host pages of its
+        own, with the next plan; see `match`.
 
         The prefix itself stays where it is, unlocked. None if the device has no page of it, or host
         memory no room.
         """
         cache = self._cache
         match = cache.acquire(key, cache.max_match(num_tokens), namespace, may_load=False)
-        pages, beside = match.pages, cache.places_beside(0, len(match.pages))
-        for group in cache.groups if beside else ():
-            pages = [*pages, *group.on_device_for(match.node, match.pages)]
+        pages, end = [*match.pages], len(match.pages)
+        for group in cache.groups:
+            seen = match.pages[group.first_needed(end - cache.num_spared) :]
+            pages += group.on_device_for(match.node, seen)
+        beside = self._beside(0, end)
         cache.tree.release(match.node)
-        return self._copy([] if self._loads.of(pages) else pages, copied, beside)
+        is_whole = len(pages) == end + len(beside) and not self._loads.of(pages)
+        return self._copy(pages if is_whole else [], copied, beside)
+
+    def _beside(self, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """What is sent beside the pages `start` .. `end` - 1 of a prefix. The last ones may be of
+        no use to who receives them, as others were to the sender."""
+        return self._cache.places_beside(start, end, self._cache.num_spared)
 
     def copy_lent(
         self, lent: Transit, copied: Callable[[bool], None] = lambda is_whole: None
@@ -155,7 +164,7 @@ class Transits:
 
         Copies of launched plans may still be under way to or from them.
         """
-        beside = self._cache.places_beside(start, start + num_pages)
+        beside = self._beside(start, start + num_pages)
         num_all = num_pages + len(beside)
         if not self._host.make_room(num_all):
             return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from support.parity import Case, complete, count_excused, greedy, load_engine
 from minisgl.config import page_bytes
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import TransferStats
+from minisgl.kvcache.transits import Transit
+from minisgl.tiers.carriers.carrier import Readable
+from minisgl.tiers.carriers.socket_pages import SocketPages
 
 OPTIONS: dict[str, Any] = {**FEW, "num_pages": 100, "host_cache": 0.01}
 PAGE = FEW["page_size"]
@@ -103,6 +107,65 @@ async def test_a_prompt_whose_end_has_no_snapshot_is_computed_by_whoever_answers
         assert not await prefill.offer_pages(case.prompts[0])
         assert not await decode.fetch_pages(address, case.prompts[0])
         assert await ask(decode, case, 0) == 0
+        assert transfers(decode).num_failed == 1
+
+
+class FailingPages(SocketPages):
+    """Brings one page at a time, and the sender fails after nine of them."""
+
+    num_parts = 0
+
+    def part_size(self, page_bytes: int) -> int:
+        return 1
+
+    def put(self, slot: int, pages: Sequence[memoryview]) -> Readable:
+        self.num_parts += 1
+        if self.num_parts > 9:
+            raise RuntimeError("the rank is lost")
+        return super().put(slot, pages)
+
+
+def fail_on_the_way(prefill: AsyncEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill._runner._tiers._exchange, "_host_carriers", [FailingPages()])
+
+
+def keep_a_part(prefill: AsyncEngine, patch: pytest.MonkeyPatch) -> None:
+    """The sender knows another number of pages beside those of the prefix."""
+
+    def lacked_by(transit: Transit, num_pages: int) -> tuple[list[int], int]:
+        pages, num_beside = whole(transit, num_pages)
+        return pages[:-1], num_beside - 1
+
+    whole = Transit.lacked_by
+    patch.setattr(Transit, "lacked_by", lacked_by)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (fail_on_the_way, r"8 of \d+ pages have come"),
+        (keep_a_part, "the other engine offers other pages beside a prefix"),
+    ],
+)
+@pytest.mark.parametrize("kind", [STATES, WINDOWED])
+async def test_a_prefix_whose_parts_have_not_all_come_is_computed(
+    kind: str,
+    harm: Callable[[AsyncEngine, pytest.MonkeyPatch], None],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with two_engines(kind, tmp_path, {}, {}) as (case, prefill, decode, address):
+        with monkeypatch.context() as patch:
+            harm(prefill, patch)
+            assert await prefill.offer_pages(case.prompts[0])
+            assert not await decode.fetch_pages(address, case.prompts[0])
+        assert re.search(reason, caplog.text)
+        assert await ask(decode, case, 0) == 0
+        assert await prefill.offer_pages(case.prompts[2])
+        assert await decode.fetch_pages(address, case.prompts[2])
+        assert await ask(decode, case, 2) == 48
         assert transfers(decode).num_failed == 1
 
 

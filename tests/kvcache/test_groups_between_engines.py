@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, int]] = {
     WINDOWS: {WINDOWS: 2},
     "both": {STATES: 1, WINDOWS: 2},
 }
+SPARED = "windows, and the last page is spared"
 
 Held = tuple[str, tuple[int, ...], int]  # of what kind, the tokens up to its end, and which part
 
@@ -34,7 +35,7 @@ class Engine:
     """A KV cache with the memory that it has on the device and on the host."""
 
     def __init__(self, kind: str, num_pages: int = 60, num_snapshots: int = 6) -> None:
-        each = KINDS[kind]
+        each = KINDS.get(kind, KINDS[WINDOWS])
         sizes = WindowSizes(
             window=WINDOW, page_size=PAGE, in_flight=1, spare=8, pages_each=each.get(WINDOWS, 1)
         )
@@ -47,6 +48,7 @@ class Engine:
             pages_each=each.get(STATES, 1),
             num_window_pages=40,
             window_sizes=sizes if WINDOWS in each else None,
+            looks_ahead=kind == SPARED,
         )
         self.transits = self.kv.tiers.transits
         self.device: dict[int, Held] = {}
@@ -202,6 +204,13 @@ def test_an_end_without_a_snapshot_is_sent_up_to_an_earlier_one() -> None:
     assert hand_over(sender, receiver, PROMPT) == 0
 
 
+def test_a_request_that_spares_the_last_page_finds_windows_behind_the_one_before() -> None:
+    sender, receiver = Engine(SPARED), Engine(SPARED)
+    assert sender.run(PROMPT) == 0
+    assert hand_over(sender, receiver, PROMPT) == 9 + 2 * 3
+    assert receiver.run(PROMPT) == 16
+
+
 def test_windows_that_the_device_has_lost_are_not_sent() -> None:
     sender, receiver = Engine(WINDOWS), Engine(WINDOWS)
     assert sender.run(PROMPT) == 0 and sender.kv.windows is not None
@@ -223,7 +232,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([*KINDS]), st.lists(ACTIONS, max_size=25), st.integers(1, 4))
+@given(st.sampled_from([*KINDS, SPARED]), st.lists(ACTIONS, max_size=25), st.integers(1, 4))
 def test_any_exchange_beside_evictions_leaves_each_page_right_and_with_one_owner(
     kind: str, actions: list[tuple[str, int, list[int] | None]], num_snapshots: int
 ) -> None:
