@@ -190,18 +190,46 @@ def test_pages_whose_end_has_come_without_what_is_beside_it_are_computed(kind: s
     assert receiver.run(PROMPT) == 20
 
 
-def test_an_end_without_a_snapshot_is_sent_up_to_an_earlier_one() -> None:
-    sender, receiver = Engine(STATES, num_snapshots=2), Engine(STATES)
+def lose_snapshot(engine: Engine, num_pages: int) -> None:
+    """Have the device lose the snapshot behind so many pages of PROMPT, as if others took it."""
+    tree = engine.kv._cache.tree
+    *_, node = tree.path(tree.match(pack_tokens(PROMPT), num_pages), num_pages)
+    assert engine.kv.snapshots is not None
+    engine.kv.snapshots.ended(node)
+
+
+@pytest.mark.parametrize("is_in_host_memory", [False, True])
+def test_an_end_whose_snapshot_the_device_has_lost_is_sent_up_to_an_earlier_one(
+    is_in_host_memory: bool,
+) -> None:
+    sender, receiver = Engine(STATES), Engine(STATES)
     assert sender.run(PROMPT[:9]) == 0
     assert sender.run(PROMPT) == 8
-    assert sender.kv.snapshots is not None
-    *_, last = sender.kv._cache.tree.path(sender.kv._cache.tree.match(pack_tokens(PROMPT), 10), 10)
-    sender.kv.snapshots.ended(last)  # as if others had taken it
+    if is_in_host_memory:
+        sender.kv.tiers.offload_all()
+        sender.copy()
+        assert sender.run(PROMPT[:9]) == 8 and sender.run(PROMPT) == 20
+    lose_snapshot(sender, 10)
     assert hand_over(sender, receiver, PROMPT) == 4 + 2
     assert receiver.run(PROMPT) == 8
-    (first,) = sender.kv._cache.tree.path(sender.kv._cache.tree.match(pack_tokens(PROMPT), 4), 4)
-    sender.kv.snapshots.ended(first)
+    lose_snapshot(sender, 4)
     assert hand_over(sender, receiver, PROMPT) == 0
+
+
+def test_a_snapshot_that_is_on_its_way_from_host_memory_is_not_sent() -> None:
+    sender = Engine(STATES)
+    assert sender.run(PROMPT) == 0
+    sender.kv.tiers.offload_all()
+    sender.copy()
+    assert sender.run(PROMPT) == 20
+    lose_snapshot(sender, 10)
+    key = pack_tokens(PROMPT)
+    lease = sender.kv.acquire(key, len(PROMPT))
+    assert sender.kv.reserve(lease, len(PROMPT)) is not None and sender.kv.is_loading(lease)
+    assert sender.transits.copy_out(key, len(PROMPT)) is None
+    sender.copy()  # and it lands
+    assert sender.transits.copy_out(key, len(PROMPT)) is not None
+    sender.kv.close(lease)
 
 
 def test_a_request_that_spares_the_last_page_finds_windows_behind_the_one_before() -> None:
@@ -209,6 +237,12 @@ def test_a_request_that_spares_the_last_page_finds_windows_behind_the_one_before
     assert sender.run(PROMPT) == 0
     assert hand_over(sender, receiver, PROMPT) == 9 + 2 * 3
     assert receiver.run(PROMPT) == 16
+    lease = sender.kv.acquire(pack_tokens(PROMPT), len(PROMPT))
+    pages = [*lease.pages]
+    sender.kv.close(lease)
+    assert sender.kv.windows is not None
+    sender.kv.windows.forget([pages[6]])  # before those of its own window
+    assert hand_over(sender, Engine(SPARED), PROMPT) == 0
 
 
 def test_windows_that_the_device_has_lost_are_not_sent() -> None:
