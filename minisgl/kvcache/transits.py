@@ -19,10 +19,8 @@ from minisgl.kvcache.tree import Node
 
 @dataclass(slots=True, eq=False)
 class Transit:
-    """Pages of a prefix that another engine reads or writes: in host memory, or on the device.
-
-    Behind those of the prefix come those with what is beside them, at `beside`.
-    """
+    """Pages of a prefix that another engine reads or writes: in host memory, or on the device. In
+    host memory, those with what is `beside` them come last."""
 
     place: Place
     pages: Sequence[int]
@@ -38,8 +36,8 @@ class Transit:
         return len(self.pages) - len(self.beside)
 
     def lacked_by(self, num_pages: int) -> tuple[list[int], int]:
-        """The pages that one needs who has the first `num_pages` of the prefix, and how many of
-        these are beside others."""
+        """The pages for an engine that has the first `num_pages` of the prefix; and how many of
+        them, at the end, are beside others."""
         beside = zip(self.beside, self.pages[self.num_pages :], strict=True)
         further = [page for (place, _), page in beside if place >= num_pages]
         return [*self.pages[num_pages : self.num_pages], *further], len(further)
@@ -95,8 +93,8 @@ class Transits:
         return self._copy(pages if is_whole else [], copied, beside)
 
     def _beside(self, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """What is sent beside the pages `start` .. `end` - 1 of a prefix. The last ones may be of
-        no use to who receives them, as others were to the sender."""
+        """What is sent beside the pages `start` .. `end` - 1 of a prefix. The receiver spares the
+        last ones, too."""
         return self._cache.places_beside(start, end, self._cache.num_spared)
 
     def copy_lent(

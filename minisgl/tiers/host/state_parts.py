@@ -22,10 +22,6 @@ class StateParts:
         self._bytes = [each.view(len(each), -1).view(torch.uint8) for each in tensors]
         self._numbering = numbering
 
-    @property
-    def are_some(self) -> bool:
-        return bool(self._bytes)
-
     def pages(self, numbers: Sequence[int]) -> list[int]:
         """The numbers of pages, with the scratch page in place of parts."""
         num_pages = self._numbering.num_pages
