@@ -25,6 +25,7 @@ from minisgl.engine.chats import Chats
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
+from minisgl.engine.weights import InFlight, NamedTensors
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.images.prompt import Prompt as ChatPrompt
@@ -387,6 +388,29 @@ class LLM:
         """Refuse new requests for an adapter. Those that run or wait go on with it. Raises
         MinisglError."""
         self._wait_for(self.engine.adapters.unload(name))
+
+    def update_weights(
+        self,
+        tensors: NamedTensors,
+        *,
+        version: str | None = None,
+        partial: bool = False,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        """Replace the weights in place by tensors with the checkpoint's names, such as those of
+        `model.state_dict()`; returns their version, by default a random name.
+
+            llm.update_weights(trained.state_dict(), version="step 10")
+
+        All names, dtypes and shapes are checked before anything changes. partial: the weights that
+        are not given stay. in_flight: requests that have begun "keep" the KV of the old weights,
+        "recompute" it, or "abort". No cached prefix outlives its weights. Raises MinisglError;
+        where a number is not finite, the model answers nothing until another update succeeds.
+        """
+        update = self.engine.weights.update
+        return self._wait_for(
+            update(tensors, version=version, partial=partial, in_flight=in_flight)
+        )
 
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.addresses import Listening
@@ -35,6 +38,7 @@ from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterError, AdapterReader
 from minisgl.matcher import MaskRows
+from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
@@ -51,6 +55,9 @@ from minisgl.runner.queued_step import StepHandle
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.setup import Setup
 from minisgl.scheduler.plan import StepPlan, StepResult
+
+BUCKET_BYTES = 1 << 30
+_MEMORY = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
 
 
 def load_ranks(setup: Setup, report: Report = no_report) -> SeveralRanks:
@@ -168,6 +175,49 @@ class RankAdapters:
         return digest
 
 
+class RankWeights:
+    """Takes the weights of all ranks anew; those in memory by files in memory, if there is room
+    for them there."""
+
+    def __init__(self, own: WeightTaker, others: RemoteRanks) -> None:
+        self._own, self._others = own, others
+
+    def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
+        self._own.begin(infos, partial)
+        self._call("begin_weights", infos, partial)
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for bucket in _buckets(tensors):
+            with tempfile.NamedTemporaryFile(dir=_MEMORY, suffix=".safetensors") as file:
+                save_file(bucket, file.name)
+                self.take_files([file.name])
+
+    def take_files(self, files: Sequence[str]) -> None:
+        self._own.take_files(files)
+        self._call("take_weights", files)
+
+    def end(self) -> None:
+        self._own.end()
+        self._call("end_weights")
+
+    def _call(self, name: str, *arguments: object) -> None:
+        for answer in self._others.call(name, *arguments):
+            if answer.obstacle:
+                raise CheckpointError(f"Rank {answer.rank}: {answer.obstacle}")
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors on the host, some BUCKET_BYTES at a time."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        bucket[name] = tensor.detach().cpu().contiguous().clone()
+        if sum(each.nbytes for each in bucket.values()) >= BUCKET_BYTES:
+            yield bucket
+            bucket = {}
+    if bucket:
+        yield bucket
+
+
 class SeveralRanks:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
@@ -181,6 +231,7 @@ class SeveralRanks:
         self.capacity = own.capacity
         self.load_rule = own.load_rule
         self.adapters = None if own.adapters is None else RankAdapters(own.adapters, others)
+        self.weights = None if own.weights is None else RankWeights(own.weights, others)
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))
         others.moved = self._fewest_pages.ended

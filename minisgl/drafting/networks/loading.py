@@ -21,11 +21,11 @@ from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 from minisgl.models.decoder import Decoder
 from minisgl.models.deepseek import LEFT_OUT, LatentConfig
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.filling import fill_from_files
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import (
     DUMMY_SEED,
-    fill_from_files,
     load_model,
     stored_tensors,
     weight_format,

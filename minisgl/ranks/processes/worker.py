@@ -27,6 +27,7 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
+from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
@@ -205,10 +206,20 @@ def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | Non
     return runner.adapters.read(number, folder, root)
 
 
+def _weights(runner: ModelRunner) -> WeightTaker:
+    assert runner.weights is not None, "they were loaded"
+    return runner.weights
+
+
 # What rank 0 can have called on all ranks. Each may run beside the plans.
 CALLS: Mapping[str, Callable[..., object]] = {
     "listen": ModelRunner.listen,
     "read_adapter": _read_adapter,
+    "begin_weights": lambda runner, infos, partial: _weights(runner).begin(
+        msgspec.convert(infos, list[TensorInfo]), partial
+    ),
+    "take_weights": lambda runner, files: _weights(runner).take_files(files),
+    "end_weights": lambda runner: _weights(runner).end(),
 }
 
 
