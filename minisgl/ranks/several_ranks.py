@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterError, AdapterFacts, AdapterReader
 from minisgl.matcher import MaskRows
 from minisgl.models.refilling import TensorInfo, WeightTaker
+from minisgl.parts.images.host import ImagePlan, encoded_in
 from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
+from minisgl.ranks.processes.all_encoded import AllEncoded
 from minisgl.ranks.processes.channel import Channel
 from minisgl.ranks.processes.fewest_pages import FewestPages
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
@@ -253,6 +256,9 @@ class SeveralRanks:
         self.disk = own.disk
         self._fewest_pages = FewestPages(1 + len(others.silence))
         others.moved = self._fewest_pages.ended
+        self._all_encoded = AllEncoded(1 + len(others.silence), others.lost)
+        others.encoded = self._all_encoded.ended
+        self._with_images: dict[int, StepPlan] = {}  # in flight
         self.others = others
         self._own = own
         self._pipeline = pipeline
@@ -263,6 +269,8 @@ class SeveralRanks:
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
         sent = None if masks is None else StepMasks(plan.step, masks)
         self.others.send(self._encoder.encode(plan), sent)
+        if plan.part(ImagePlan) is not None:
+            self._with_images[plan.step] = plan
         return self._own.launch(plan, masks)
 
     def new_masks(self, step: int, num_rows: int) -> MaskRows:
@@ -277,11 +285,22 @@ class SeveralRanks:
 
     def collect(self, handle: StepHandle) -> StepResult:
         try:
-            return self._own.collect(handle)
+            result = self._own.collect(handle)
         except Exception as error:
             raise self.others.lose(error) from error
         finally:
             self.others.collected()
+        plan = self._with_images.pop(handle.step, None)
+        return result if plan is None else self._agreed(plan, result)
+
+    def _agreed(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result of a step with the images that all ranks have encoded, not rank 0 alone."""
+        of_images = plan.part(ImagePlan)
+        assert of_images is not None
+        agreed = self._all_encoded.agreed(encoded_in(plan, result), wait=of_images.is_alone)
+        outcomes = zip(plan.parts, result.parts, strict=True)
+        parts = [agreed if part is of_images else outcome for part, outcome in outcomes]
+        return replace(result, parts=parts)
 
     def loads(self, handle: StepHandle) -> Iterator[int]:
         """As of rank 0: the others await each load on their own device, or report those of requests

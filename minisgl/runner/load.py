@@ -154,6 +154,9 @@ def load_runner(
     )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
+    if images is not None and not isinstance(setup.sight, str):  # it encodes beside the steps
+        num_bytes = steps.activation_bytes + images.peak_bytes(setup.sight)
+        steps = replace(steps, activation_bytes=num_bytes)
     disk = _open_disk(setup, place, weights.layers, host, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
     capacity = replace(capacity, state_parts=host.state_parts, window_parts=host.window_parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -100,11 +99,6 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     for each in endpoints_of(config):
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
-    if config.trainer:
-        from minisgl.server.handlers.training import HANDLERS as TRAINING
-
-        for (method, path), answer in TRAINING.items():
-            routes.append(Route(path, partial(answer, service), methods=[method]))
     return application([*pages, *routes], config, service.metrics.responses, hosts)
 
 

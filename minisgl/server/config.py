@@ -91,8 +91,8 @@ class ServerConfig:
     )
     images: str = server_option(
         "see",
-        "What becomes of images: see (if the model does), refuse (the request is a 400) or "
-        "placeholder (a text says so).",
+        "What becomes of images: see (if the model does), refuse (a request with one is a 400, and "
+        "the model's tower is not loaded) or placeholder (a text says so).",
         choices=IMAGES,
     )
     tool_parser: str = server_option(

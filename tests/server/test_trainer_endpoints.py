@@ -24,7 +24,7 @@ from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
-from minisgl.server.handlers.training import HANDLERS
+from minisgl.server.handlers.training import ENDPOINTS
 
 ADMIN = {"authorization": "Bearer admin"}
 NORM = "model.norm.weight"
@@ -67,7 +67,7 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
     before = tokens_of(client)
     body = {"model_path": str(trained), "weight_version": "7"}
     answer = client.post("/update_weights_from_disk", json=body)
-    assert answer.json() == {"success": True, "message": "The weights have the version 7."}
+    assert answer.json() == {"message": "The weights have the version 7.", "success": True}
     assert tokens_of(client) != before
     body = {"model_path": str(trained / "none")}
     refused = client.post("/update_weights_from_disk", json=body)
@@ -156,15 +156,15 @@ def test_the_cache_can_be_reset(client: httpx.Client) -> None:
 async def test_only_the_admin_key_replaces_weights() -> None:
     options: dict[str, Any] = {"trainer": True, "admin_key": "admin", "api_key": ("user", "admin")}
     async with http_client(FakeEngine(), **options) as client:
-        for method, path in HANDLERS:
+        for each in ENDPOINTS:
             for key in ("user", "other"):
                 headers = {"authorization": f"Bearer {key}"}
-                answer = await client.request(method, path, headers=headers)
-                assert answer.status_code == 401, path
+                answer = await client.request(each.method, each.path, headers=headers)
+                assert answer.status_code == 401, each.path
     async with http_client(FakeEngine(), admin_key="admin") as client:
-        for method, path in HANDLERS:
-            answer = await client.request(method, path, headers=ADMIN)
-            assert answer.status_code == 404, path
+        for each in ENDPOINTS:
+            answer = await client.request(each.method, each.path, headers=ADMIN)
+            assert answer.status_code == 404, each.path
 
 
 def test_a_trainer_needs_a_key_and_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,12 @@ from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.images.host import encoded_in
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Answered,
+    Encoded,
     Failed,
     Landed,
     RankEnd,
@@ -129,18 +131,23 @@ def join_and_load(spec: RankSpec, report: Report = no_report) -> tuple[ModelRunn
 def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | None) -> None:
     """Launch the plans of rank 0 until the close message, and wait for their steps. own: the place
     of this rank among those that divide the requests, if it reports the loads of its own."""
-    launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
+    launched: queue.SimpleQueue[tuple[StepPlan, StepHandle] | None] = queue.SimpleQueue()
+    reporting = threading.Lock()
 
     def collect() -> None:
-        """Collect every step and drop its tokens, to detect steps that fail on this rank."""
+        """Collect every step and drop its tokens, to detect steps that fail on this rank. Report
+        the images that it has encoded, which another rank may not have."""
         runner.lanes.enter_thread()
-        while (handle := launched.get()) is not None:
+        while (step := launched.get()) is not None:
+            plan, handle = step
             try:
-                runner.collect(handle)
+                result = runner.collect(handle)
             except BaseException as error:
                 exit_with(end, error)
+            for number, why in encoded_in(plan, result):
+                with reporting, contextlib.suppress(OSError):  # rank 0 has died
+                    end.report(Encoded(number, why))
 
-    reporting = threading.Lock()
     loading: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
 
     def follow() -> None:
@@ -192,7 +199,7 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | No
             if plan.deferred:
                 deferred = plan, handle
                 continue
-        launched.put(handle)
+        launched.put((plan, handle))
         copies = plan.part(CopyPlan)
         if own is not None and copies is not None and copies.of_ranks[own].loads:
             loading.put(handle)

@@ -1,197 +1,228 @@
-"""The handlers by which a trainer with the admin key replaces the weights: --trainer.
+"""The endpoints by which a trainer with the admin key replaces the weights: --trainer.
 
-The paths and fields are those of SGLang and vLLM. Nothing is unpickled.
+Paths and fields are those of SGLang and vLLM. Nothing that comes is unpickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.distributed.weight_group import GroupAddress
-from minisgl.engine.weights import InFlight
 from minisgl.errors import (
     CallerError,
     CheckpointError,
     InvalidRequestError,
-    UnsupportedModelError,
 )
-from minisgl.models.filling import DTYPES
-from minisgl.models.refilling import TensorInfo
-from minisgl.server.http.auth import check_admin
-from minisgl.server.http.bodies import read_body
+from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
-from minisgl.server.service import Service
+from minisgl.server.service import Asked, Service
 
-# By torch's names.
-_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 # What becomes of requests that have begun, by the words of SGLang and vLLM.
-_MODES: dict[str, InFlight] = {
+_MODES = {
     "keep": "keep",
     "in_place": "keep",
-    "retract": "recompute",
     "recompute": "recompute",
+    "retract": "recompute",
     "abort": "abort",
 }
+_GROUP = "weight_update_group"
+A = TypeVar("A")
 
 
-class Pausing(Struct):
-    mode: str = "abort"
+class Done(Struct):
+    message: str
+    success: bool = True
 
 
-class FromDisk(Struct):
-    model_path: str
-    weight_version: str | None = None
-    abort_all_requests: bool = False
-    flush_cache: bool = True
-    load_format: str | None = None
-
-
-class Joining(Struct):
-    master_address: str
-    master_port: int
-    rank_offset: int
+class WorldSize(Struct):
     world_size: int
-    group_name: str = "weight_update_group"
-    backend: str = "nccl"
 
 
-class Leaving(Struct):
-    group_name: str = "weight_update_group"
+class PauseGeneration(Struct):
+    mode: str = "abort"
+    """What becomes of requests that have begun: in_place, retract or abort. Example: `"retract"`"""
 
 
-class FromGroup(Struct):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = "weight_update_group"
+class Update(Struct, kw_only=True):
     weight_version: str | None = None
+    """A name for the weights. Default: a random one. Example: `"step 10"`"""
     abort_all_requests: bool = False
-    flush_cache: bool = True
-    load_format: str | None = None
+    """End the requests that have begun, which else go on with the KV that they have. Example:
+    `true`"""
 
 
-async def _pause(service: Service, mode: str) -> Response:
-    if mode not in _MODES:
-        raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
-    await service.state.engine().weights.pause(_MODES[mode])
-    return _done("The server is paused.")
+class UpdateFromDisk(Update, kw_only=True):
+    model_path: str
+    """A folder with safetensors files of all weights. Example: `"/models/step-10"`"""
+
+
+class LeaveGroup(Struct, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
+
+
+class JoinGroup(LeaveGroup, kw_only=True):
+    master_address: str
+    """Where the group meets. Example: `"127.0.0.1"`"""
+    master_port: int
+    """Its port. Example: `29500`"""
+    rank_offset: int
+    """The rank of the engine's first rank. Example: `1`"""
+    world_size: int
+    """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+    backend: str = "nccl"
+    """nccl, or gloo on CPUs. Example: `"gloo"`"""
+
+
+class UpdateFromGroup(Update, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
+    names: list[str]
+    """The tensors that the trainer sends now, in this order. Example: `["model.norm.weight"]`"""
+    dtypes: list[str]
+    """Their dtypes. Example: `["bfloat16"]`"""
+    shapes: list[list[int]]
+    """Their shapes. Example: `[[1024]]`"""
+
+
+Handler = Callable[[Service, A], Awaitable[Response]]
+
+
+def _told(handler: Handler[A]) -> Handler[A]:
+    """What is wrong with weights is the caller's to hear."""
+
+    async def answered(service: Service, asked: A) -> Response:
+        try:
+            return await handler(service, asked)
+        except CheckpointError as error:
+            raise CallerError(str(error)) from error
+
+    return answered
 
 
 async def pause(service: Service, request: Request) -> Response:
     return await _pause(service, request.query_params.get("mode", "keep"))
 
 
-async def pause_generation(service: Service, request: Request) -> Response:
-    return await _pause(service, (await _read(service, request, Pausing)).mode)
+async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> Response:
+    return await _pause(service, asked.body.mode)
+
+
+async def _pause(service: Service, mode: str) -> Response:
+    if mode not in _MODES:
+        raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
+    in_flight: Any = _MODES[mode]
+    await service.state.engine().weights.pause(in_flight)
+    return json_response(Done("The engine is paused."))
 
 
 async def resume(service: Service, request: Request) -> Response:
     await service.state.engine().weights.resume()
-    return _done("The server goes on.")
+    return json_response(Done("The engine goes on."))
 
 
-async def update_from_disk(service: Service, request: Request) -> Response:
-    asked = await _read(service, request, FromDisk)
-    version = await service.state.engine().weights.update_from_files(
-        asked.model_path,
-        version=asked.weight_version,
-        in_flight="abort" if asked.abort_all_requests else "keep",
-    )
-    return _done(f"The weights have the version {version}.")
+async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
+    body, weights = asked.body, asked.engine.weights
+    return _updated(await weights.update_from_files(body.model_path, **_options(body)))
 
 
-async def join_group(service: Service, request: Request) -> Response:
-    asked = await _read(service, request, Joining)
-    await service.state.engine().weights.join_group(
+async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
+    from minisgl.distributed.weight_group import GroupAddress
+
+    body = asked.body
+    await asked.engine.weights.join_group(
         GroupAddress(
-            master_address=asked.master_address,
-            master_port=asked.master_port,
-            rank_offset=asked.rank_offset,
-            world_size=asked.world_size,
-            group_name=asked.group_name,
-            backend=asked.backend,
+            master_address=body.master_address,
+            master_port=body.master_port,
+            rank_offset=body.rank_offset,
+            world_size=body.world_size,
+            group_name=body.group_name,
+            backend=body.backend,
         )
     )
-    return _done(f"The group {asked.group_name} has been joined.")
+    return json_response(Done(f"The group {body.group_name} was joined."))
 
 
-async def leave_group(service: Service, request: Request) -> Response:
-    asked = await _read(service, request, Leaving)
-    await service.state.engine().weights.leave_group(asked.group_name)
-    return _done(f"The group {asked.group_name} has been left.")
+async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
+    await asked.engine.weights.leave_group(asked.body.group_name)
+    return json_response(Done(f"The group {asked.body.group_name} was left."))
 
 
-async def update_from_group(service: Service, request: Request) -> Response:
-    asked = await _read(service, request, FromGroup)
-    if not len(asked.names) == len(asked.dtypes) == len(asked.shapes):
-        raise InvalidRequestError("names", "as many names, dtypes and shapes are allowed.")
-    for dtype in asked.dtypes:
-        if dtype.removeprefix("torch.") not in _DTYPES:
+async def update_from_group(service: Service, asked: Asked[UpdateFromGroup]) -> Response:
+    from minisgl.models.filling import DTYPES
+    from minisgl.models.refilling import TensorInfo
+
+    body = asked.body
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise InvalidRequestError("names", "allowed: as many names as dtypes and shapes.")
+    named = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    for dtype in body.dtypes:
+        if dtype not in named:
             raise InvalidRequestError(
-                "dtypes", f"{dtype:.80} is none; allowed: {', '.join(_DTYPES)}."
+                "dtypes", f"{dtype:.80} is none; allowed: {', '.join(named)}."
             )
-    infos = [
-        TensorInfo(name, _DTYPES[dtype.removeprefix("torch.")], shape)
-        for name, dtype, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True)
-    ]
-    version = await service.state.engine().weights.update_from_group(
-        asked.group_name,
-        infos,
-        version=asked.weight_version,
-        in_flight="abort" if asked.abort_all_requests else "keep",
-    )
-    return _done(f"The weights have the version {version}.")
+    dtypes = [named[dtype] for dtype in body.dtypes]
+    infos = [*map(TensorInfo, body.names, dtypes, body.shapes)]
+    weights = asked.engine.weights
+    return _updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
 
 
-async def world_size(service: Service, request: Request) -> Response:
-    return json_response({"world_size": service.state.engine().config.num_ranks})
+def _options(body: Update) -> dict[str, Any]:
+    in_flight = "abort" if body.abort_all_requests else "keep"
+    return {"version": body.weight_version, "in_flight": in_flight}
+
+
+def _updated(version: str) -> Response:
+    return json_response(Done(f"The weights have the version {version}."))
 
 
 async def reset_cache(service: Service, request: Request) -> Response:
     service.state.engine().weights.reset_cache()
-    return _done("No request matches a cached prefix from before.")
+    return json_response(Done("No later request matches what is cached."))
 
 
-async def _read(service: Service, request: Request, kind: type[Any]) -> Any:
-    return await read_body(request, kind, strict=service.state.config.strict_fields)
+async def world_size(service: Service, request: Request) -> Response:
+    return json_response(WorldSize(service.state.engine().config.num_ranks))
 
 
-def _done(message: str) -> Response:
-    return json_response({"success": True, "message": message})
-
-
-Handler = Callable[[Service, Request], Awaitable[Response]]
-
-
-def _for_admins(handler: Handler) -> Handler:
-    async def checked(service: Service, request: Request) -> Response:
-        check_admin(request.scope, service.state.config.admin_key)
-        try:
-            return await handler(service, request)
-        except (CheckpointError, UnsupportedModelError) as error:
-            raise CallerError(str(error)) from error
-
-    return checked
-
-
-# By method and path.
-HANDLERS: dict[tuple[str, str], Handler] = {
-    key: _for_admins(handler)
-    for key, handler in {
-        ("POST", "/pause"): pause,
-        ("POST", "/resume"): resume,
-        ("POST", "/pause_generation"): pause_generation,
-        ("POST", "/continue_generation"): resume,
-        ("POST", "/update_weights_from_disk"): update_from_disk,
-        ("POST", "/init_weights_update_group"): join_group,
-        ("POST", "/destroy_weights_update_group"): leave_group,
-        ("POST", "/update_weights_from_distributed"): update_from_group,
-        ("POST", "/reset_prefix_cache"): reset_cache,
-        ("GET", "/get_world_size"): world_size,
-    }.items()
-}
+_admins = partial(Endpoint, answer=Done, is_for_admin=True)
+ENDPOINTS = (
+    _admins(
+        "/update_weights_from_disk",
+        "Replace the weights by those of a folder.",
+        _told(update_from_disk),
+        UpdateFromDisk,
+        example={"model_path": "/models/step-10"},
+    ),
+    _admins(
+        "/init_weights_update_group",
+        "Join a group in which a trainer sends weights.",
+        _told(join_group),
+        JoinGroup,
+        example={
+            "master_address": "127.0.0.1",
+            "master_port": 29500,
+            "rank_offset": 1,
+            "world_size": 2,
+        },
+    ),
+    _admins(
+        "/update_weights_from_distributed",
+        "Replace weights by those that the trainer of a group sends now.",
+        _told(update_from_group),
+        UpdateFromGroup,
+        example={"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1024]]},
+    ),
+    _admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
+    _admins("/pause", "Compute nothing, and let requests wait.", pause),
+    _admins("/resume", "Go on.", resume),
+    _admins("/pause_generation", "The same as /pause.", pause_generation, PauseGeneration),
+    _admins("/continue_generation", "The same as /resume.", resume),
+    _admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
+    _admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
+)
