@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.checkpoints import SPECS, make_checkpoint, spec_named
 from support.ranks import Rank
 
-from minisgl.models import loader
+from minisgl.models import filling
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.targets import checkpoint_targets
@@ -129,8 +129,8 @@ def test_the_ranks_together_hold_the_whole_checkpoint(
         read += part.nbytes
         return part
 
-    part_of = loader._part
-    monkeypatch.setattr(loader, "_part", reading)
+    part_of = filling.part_of
+    monkeypatch.setattr(filling, "part_of", reading)
     for rank in range(size):
         read = 0
         targets = checkpoint_targets(load(folder, rank, size), None)

@@ -38,7 +38,7 @@ from minisgl.kernels.moe.reference import (
 )
 from minisgl.layers import experts as layers_experts
 from minisgl.layers.experts import FusedExperts
-from minisgl.models import loader
+from minisgl.models import filling, loader
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -187,14 +187,14 @@ def test_a_rank_reads_its_own_experts_alone(
     name: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, num_bytes = made(name, folders), list[int]()
-    as_it_is = loader._part
+    as_it_is = filling.part_of
 
     def counted(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
         part = as_it_is(stored, cut)
         num_bytes.append(part.nbytes)
         return part
 
-    monkeypatch.setattr(loader, "_part", counted)
+    monkeypatch.setattr(filling, "part_of", counted)
     load(folder)
     whole = sum(num_bytes)
     by_rank: list[int] = []
