@@ -564,8 +564,6 @@ class LLM:
 
     def _adapter(self, lora: str | None) -> tuple[Extra, ...]:
         """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
-        if not isinstance(lora, str | None):
-            raise InvalidRequestError("lora", "must be the name of an adapter.")
         return () if lora is None else (self.engine.adapter(lora),)
 
     async def _run(

@@ -70,7 +70,7 @@ class Filling:
     def __init__(self, to: Destinations, names: Names, *, reads: bool = True) -> None:
         """reads: False only checks what the tensors are."""
         self._to, self._names, self._reads = to, names, reads
-        self._filled: set[str] = set()
+        self.filled: set[str] = set()  # names of targets
         self._unexpected: list[str] = []
         self._tied_head: Tensor | None = None
         self.total_bytes = sum(target.num_bytes for target in to.targets.values())
@@ -102,7 +102,7 @@ class Filling:
             raise CheckpointError(
                 f"{what}: {full_name} has the dtype {dtype}; expected {' or '.join(dtypes)}."
             )
-        if not self._filled.isdisjoint(stack.stands_for):
+        if not self.filled.isdisjoint(stack.stands_for):
             raise CheckpointError(f"{what}: {full_name} is there twice.")
         for target in stack.targets:
             if not target.any_shape and shape not in target.shapes:
@@ -116,7 +116,7 @@ class Filling:
                 except CheckpointError as error:
                     raise CheckpointError(f"{what}: {full_name} {error}.") from error
             self.done_bytes += target.num_bytes
-        self._filled.update(stack.stands_for)
+        self.filled.update(stack.stands_for)
 
     def end(self, what: Path | str, *, partial: bool = False) -> None:
         """Raise CheckpointError for tensors that the model does not take, and for those that it
@@ -127,7 +127,7 @@ class Filling:
             )
         to = self._to
         required = {name for name, target in to.targets.items() if target.is_required}
-        if not partial and (missing := required - self._filled):
+        if not partial and (missing := required - self.filled):
             raise CheckpointError(f"{what} lacks weights: {few(sorted(missing))}.")
         if self._tied_head is not None and to.tied_head is not None:
             assert to.tied_head.target.weight is not None

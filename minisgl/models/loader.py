@@ -192,6 +192,6 @@ def _is_elsewhere(model: CausalLM, name: str) -> bool:
     kind, _, rest = name.partition(".")
     if kind == "layers":
         index = rest.partition(".")[0]
-        num_stored = model.num_layers + model.num_left_out
-        return index.isdecimal() and int(index) < num_stored and index not in model.layers
+        stored = map(str, range(model.num_layers + model.num_left_out))
+        return index in stored and index not in model.layers
     return not model.is_first if name == _EMBEDDING else not model.is_last and name in _AT_THE_END

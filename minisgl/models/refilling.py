@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from minisgl.device.lanes import Lanes
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.distributed.weight_group import GroupAddress, WeightGroup
+from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
 from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
-from minisgl.models.filling import Filling, InMemory, tensors_of
+from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
 from minisgl.models.loader import destinations, names_in
 from minisgl.models.transformer import CausalLM
 
@@ -53,21 +54,30 @@ class WeightTaker(Protocol):
 
     def take_files(self, files: Sequence[str]) -> None: ...
 
-    def end(self) -> None: ...
+    def join(self, address: GroupAddress) -> None: ...
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None: ...
+
+    def leave(self, name: str) -> None: ...
+
+    def end(self) -> bool: ...
 
 
 class Refilling:
     """Takes the weights of one rank anew, as a WeightTaker."""
 
-    def __init__(self, model: CausalLM | AdoptedModel, config: ModelConfig, lanes: Lanes) -> None:
-        """model: whose kernels are prepared before `begin`. Methods run on any thread, one at a
-        time, while no step does."""
-        self._model, self._config, self._lanes = model, config, lanes
+    def __init__(
+        self, model: CausalLM | AdoptedModel, config: ModelConfig, lanes: Lanes, rank: int
+    ) -> None:
+        """model: whose kernels are prepared before `begin`. rank: among all of the engine. Methods
+        run on any thread, one at a time, while no step does."""
+        self._model, self._config, self._lanes, self._rank = model, config, lanes, rank
         self._filling: Filling | None = None
         self._is_partial = False
-        self._largest: list[
-            Tensor
-        ] = []  # of several tensors that are to come, so that it begins at 0
+        self._largest: list[Tensor] = []  # of tensors that are to come, and so begin at 0
+        self._coming: set[str] = set()
+        self._lacking: set[str] = set()  # targets of an update that has begun, and has not ended
+        self._groups: dict[str, WeightGroup] = {}
 
     def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
         """Check all that is to come. partial: the other weights stay. Raises CheckpointError, and
@@ -80,6 +90,7 @@ class Refilling:
             dry.add(UPDATE, info.name, info)
         dry.end(UPDATE, partial=partial)
         self._filling, self._is_partial = Filling(to, names), partial
+        self._coming = dry.filled
         self._largest = [*self._input_scales()]
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -96,8 +107,42 @@ class Refilling:
             for name, stored in tensors_of(Path(file)):
                 self._take(name, stored[...])
 
+    def join(self, address: GroupAddress) -> None:
+        """Join a trainer's group. Raises CheckpointError if that cannot be."""
+        self._lanes.enter_thread()
+        self.leave(address.group_name)
+        rank = address.rank_offset + self._rank
+        try:
+            self._groups[address.group_name] = WeightGroup(address, rank, self._lanes.device)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CheckpointError(f"The group cannot be joined: {in_one_line(error)}.") from error
+
+    def leave(self, name: str) -> None:
+        """Leave a group, if it is one."""
+        if (group := self._groups.pop(name, None)) is not None:
+            group.close()
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
+        """The same of tensors that the trainer of a group sends now, in this order."""
+        self._lanes.enter_thread()
+        if (group := self._groups.get(name)) is None:
+            raise CheckpointError(f"There is no group {name:.80}; allowed: one that was joined.")
+        wrong: CheckpointError | None = None
+        for info in infos:
+            try:
+                tensor = group.receive(info.shape, DTYPES[info.dtype])
+            except RuntimeError as error:
+                raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
+            try:
+                self._take(info.name, tensor)
+            except CheckpointError as error:  # the others in the group wait for this rank
+                wrong = wrong or error
+        if wrong is not None:
+            raise wrong
+
     def _take(self, name: str, tensor: Tensor) -> None:
         assert self._filling is not None, "an update has begun"
+        self._lacking |= self._coming
         if tensor.dtype in _FLOATS and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{UPDATE}: {name} has NaN or infinities; allowed: numbers.")
         for largest in self._largest:
@@ -105,25 +150,28 @@ class Refilling:
         self._largest = []
         self._filling.add(UPDATE, name, InMemory(tensor))
 
-    def end(self) -> None:
-        """Make what kernels read of the weights again. Raises CheckpointError for a part."""
+    def end(self) -> bool:
+        """Make what kernels read of the weights again. Returns whether these are whole: no part of
+        an update that has failed is lacking. Raises CheckpointError."""
         assert self._filling is not None, "an update has begun"
         self._lanes.enter_thread()
         filling, self._filling = self._filling, None
         filling.end(UPDATE, partial=self._is_partial)
         for module in self._module.modules():
             if isinstance(module, Linear):
-                module.product.refresh()
+                module.product.plain.refresh()
             elif hasattr(module, "refresh"):
                 module.refresh()
         self._lanes.synchronize()  # steps may read weights before their turn comes
+        self._lacking -= filling.filled
+        return not self._lacking
 
     def _refuse(self, partial: bool) -> None:
         reason = ""
         if partial and any(True for _ in self._input_scales()):
             reason = "of a part of the weights its scales of inputs cannot be known"
         for module in self._module.modules():
-            if isinstance(module, Linear) and not module.product.can_refresh:
+            if isinstance(module, Linear) and not module.product.plain.can_refresh:
                 reason = "its kernels keep the weights in another form"
             if isinstance(module, LatentAttention) and self._config.quantization is not None:
                 reason = "latent attention keeps a quantised map in another form"

@@ -121,7 +121,8 @@ def load_runner(
     layers = setup.facts.stages(pipeline.size)[pipeline.stage]
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
-    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes)
+    rank = pipeline.stage * ranks.size + ranks.rank
+    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes, rank)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
     adapters = None
@@ -154,6 +155,9 @@ def load_runner(
     )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
+    if images is not None and not isinstance(setup.sight, str):  # it encodes beside the steps
+        num_bytes = steps.activation_bytes + images.peak_bytes(setup.sight)
+        steps = replace(steps, activation_bytes=num_bytes)
     disk = _open_disk(setup, place, weights.layers, host, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
     capacity = replace(capacity, state_parts=host.state_parts, window_parts=host.window_parts)

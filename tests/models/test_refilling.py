@@ -19,6 +19,10 @@ from torch import Tensor, nn
 
 from minisgl.device.lanes import Lanes
 from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.product import Product
+from minisgl.layers.linear import Linear
+from minisgl.lora.products import AdaptedProduct
 from minisgl.models.filling import InMemory
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling, TensorInfo
@@ -73,7 +77,7 @@ def loaded(folder: Path, **options: str) -> tuple[Any, Refilling]:
         max_seq_len=64,
     )
     model.prepare()
-    return model, Refilling(model, config, Lanes(CPU))
+    return model, Refilling(model, config, Lanes(CPU), rank=0)
 
 
 def numbers(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -121,6 +125,22 @@ def test_refilled_weights_are_those_of_a_fresh_model(
     assert [number.data_ptr() for _, number in numbers(model)] == places
     refill(refilling, tensors_of(first))
     assert_same(model, loaded(first, **options)[0])
+
+
+def test_products_behind_adapters_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = checkpoints("qwen2", tmp_path)
+    model, refilling = loaded(first)
+    products, made = set[Product](), set[Product]()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            products.add(module.product)
+            adapters: Any = None  # of no rows
+            module.replace_product(AdaptedProduct(module.product, adapters, adapters))
+    monkeypatch.setattr(DenseProduct, "refresh", lambda product: made.add(product))
+    refill(refilling, tensors_of(second))
+    assert products == made
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:

@@ -73,7 +73,10 @@ def tensor_names(config: AdoptedConfig) -> Names:
     """How the tensors of the checkpoint are called in the model."""
     with torch.device("meta"):
         model = model_class(config.architecture)._from_config(_made(config))
-    of = names_of(model, has_towers=config.has_towers)
+    layers = config.found.layers
+    path, more = layers[0].rpartition(".")[0], range(config.num_drafting_layers)
+    drafting = [f"{path}.{len(layers) + each}." for each in more]
+    of = names_of(model, has_towers=config.has_towers, drafting=drafting)
     return Names(of, lambda name: is_quantizable(name) and not _ROUTERS.search(name))
 
 

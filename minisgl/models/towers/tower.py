@@ -43,6 +43,10 @@ class Tower:
     def num_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.module.parameters())
 
+    @property
+    def config(self) -> Any:
+        return self.module.config.vision_config  # type: ignore[union-attr]
+
     @torch.inference_mode()
     def rows(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
         """The rows of one image, [n, row_size]. inputs: what its processor has made of it.
