@@ -98,18 +98,19 @@ class DiskTier:
     def _usable(self, keys: Sequence[bytes], start: int) -> tuple[int, list[tuple[int, int]]]:
         """Of pages on disk from page `start` on, how many a request can go on behind; and what it
         needs beside them, by page and index."""
-        groups, holds = self._host.device.groups, self._disk.index.holds
+        device, holds = self._host.device, self._disk.index.holds
         end, asked = start + len(keys), -1
         while end != asked:
             asked = end
-            for group in groups:
+            for group in device.groups:
 
                 def has(page: int, indices: range = group.indices) -> bool:
                     beside = (key_beside(keys[page - start], each) for each in indices)
                     return page < start or all(map(holds, beside))
 
-                end = max(start, last_end(end, group.first_needed, has))
-        return end - start, self._host.device.places_beside(start, end)
+                end = last_end(end - device.num_spared, group.first_needed, has)
+                end = max(start, end + device.num_spared)
+        return end - start, device.places_beside(start, end)
 
     def make_spare(self) -> None:
         """Send host pages to disk, least recently used first, until enough are free or will be.

@@ -111,13 +111,14 @@ class RadixCache(Residency):
         tree.lock(node, path)
         return Match(node, pages, num_to_load, num_beside, num_found)
 
-    def places_beside(self, start: int, end: int, num_spared: int = 0) -> list[tuple[int, int]]:
-        """What a request needs to go on behind `end` pages, or without the last `num_spared` of
-        them, beside those from page `start` on: by page and index."""
+    def places_beside(self, start: int, end: int) -> list[tuple[int, int]]:
+        """What a request that finds `end` pages needs beside those from page `start` on: by page
+        and index."""
+        end -= self.num_spared
         return [
             (page, index)
             for group in self.groups
-            for page in range(max(start, group.first_needed(end - num_spared)), end)
+            for page in range(max(start, group.first_needed(end)), end)
             for index in group.indices
         ]
 

@@ -83,19 +83,14 @@ class Transits:
         """
         cache = self._cache
         match = cache.acquire(key, cache.max_match(num_tokens), namespace, may_load=False)
-        pages, end = [*match.pages], len(match.pages)
+        pages, beside = [*match.pages], cache.places_beside(0, len(match.pages))
+        end = len(pages) - cache.num_spared  # of what the receiver can use
         for group in cache.groups:
-            seen = match.pages[group.first_needed(end - cache.num_spared) :]
+            seen = match.pages[group.first_needed(end) : end]
             pages += group.on_device_for(match.node, seen)
-        beside = self._beside(0, end)
         cache.tree.release(match.node)
-        is_whole = len(pages) == end + len(beside) and not self._loads.of(pages)
+        is_whole = len(pages) == len(match.pages) + len(beside) and not self._loads.of(pages)
         return self._copy(pages if is_whole else [], copied, beside)
-
-    def _beside(self, start: int, end: int) -> Sequence[tuple[int, int]]:
-        """What is sent beside the pages `start` .. `end` - 1 of a prefix. The receiver spares the
-        last ones, too."""
-        return self._cache.places_beside(start, end, self._cache.num_spared)
 
     def copy_lent(
         self, lent: Transit, copied: Callable[[bool], None] = lambda is_whole: None
@@ -162,7 +157,7 @@ class Transits:
 
         Copies of launched plans may still be under way to or from them.
         """
-        beside = self._beside(start, start + num_pages)
+        beside = self._cache.places_beside(start, start + num_pages)
         num_all = num_pages + len(beside)
         if not self._host.make_room(num_all):
             return None

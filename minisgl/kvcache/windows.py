@@ -151,7 +151,8 @@ class Windows(Follower):
         return False
 
     def open(self, lease: Lease, ends: Iterable[int]) -> None:
-        held = WindowPages(self.first_needed(len(lease.pages)), [], {*ends}, prompt_end=max(ends))
+        found = {end - self._cache.num_spared for end in ends}
+        held = WindowPages(self.first_needed(len(lease.pages)), [], found, prompt_end=max(found))
         lease.windows = held
         if not lease.must_load:  # otherwise `load` does this
             full_pages = lease.pages[held.first :]
@@ -170,7 +171,7 @@ class Windows(Follower):
 
     def close(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         held = _held(lease)
-        held.ends.add(num_pages)
+        held.ends.add(num_pages - self._cache.num_spared)
         self._share(lease, key, num_pages, step)
         self._num_claimed -= held.claim
         held.claim = 0

@@ -236,10 +236,6 @@ def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
 
     Raises ConfigError for what does not go together with it.
     """
-    if engine.pp > 1:
-        raise ConfigError(
-            "--pp", engine.pp, "replicas with --roles exchange whole pages; allowed: 1"
-        )
     if engine.dp_attention:
         reason = "each rank has pages of its own, and replicas with --roles exchange whole ones"
         raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")

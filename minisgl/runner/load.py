@@ -16,6 +16,7 @@ from minisgl.attention.state import LayerState
 from minisgl.config import AttentionSpec, Capacity, LayerSpec, ResolvedConfig, StateSpec
 from minisgl.device.lanes import Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.drafting.drafter import Drafter
 from minisgl.drafting.network_drafter import NetworkDrafter
@@ -418,6 +419,7 @@ def _make_tiers(
         store=store,
         report=lambda fraction: report("pinning host memory", fraction),
         rank=place.ranks.rank % capacity.num_attending,
+        number=RankLayout.of(config).rank(place.stage.pipeline.stage, place.ranks.rank),
     )
     place.lanes.synchronize()
     own = tiers.copies.measure(prefill_s * config.page_size)

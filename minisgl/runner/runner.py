@@ -200,7 +200,7 @@ class ModelRunner:
         """Take part in moves between engines. Raises OSError. Any thread may call it, before any of
         them."""
         assert self._tiers is not None, "there are no host pages"
-        return self._tiers.listen(address, token, self._computation.ranks.rank)
+        return self._tiers.listen(address, token)
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""

@@ -44,11 +44,12 @@ class Tiers:
         store: PageFiles | None = None,
         report: Callable[[float], None] = lambda fraction: None,
         rank: int = 0,
+        number: int = 0,
     ) -> None:
         """store: the disk. report: gets the fraction of host memory that is pinned.
-        rank: this one, of those that divide the requests."""
+        rank: this one, of those that divide the requests. number: of all ranks of the engine."""
         self.copies = HostCopies(states, num_host_pages, numbering, lanes, make_lane, report)
-        self._rank = rank
+        self._rank, self._number = rank, number
         self._lanes = lanes
         self._make_lane = make_lane
         self._disk: DiskMoves | None = None
@@ -69,7 +70,7 @@ class Tiers:
             assert tier is not None, "the tier of a move is there"
             tier.start(move, self.copies.before(move), done)
 
-    def listen(self, address: str, token: bytes, rank: int) -> Listening:
+    def listen(self, address: str, token: bytes) -> Listening:
         """Take part in moves between engines. It comes before any of them; the last call counts.
 
         address: of the engine; at a Unix socket pages of the device can be moved, too, if nothing
@@ -77,7 +78,7 @@ class Tiers:
         """
         if self._exchange is not None:
             self._exchange.close()
-        where = Address.parse(address).of_rank(rank)
+        where = Address.parse(address).of_rank(self._number)
         slabs, enter_thread = self.copies.slabs, self._lanes.enter_thread
         device = self._device_pages() if where.path and not self.copies.has_parts else []
         host: list[Carrier[memoryview]] = [SocketPages()]
@@ -86,7 +87,7 @@ class Tiers:
         page_bytes = self.copies.page_bytes
         try:
             self._exchange = PageExchange(
-                where, token, rank, page_bytes, slabs.views, enter_thread, host, device
+                where, token, self._number, page_bytes, slabs.views, enter_thread, host, device
             )
         except OSError:
             for carrier in device:
@@ -99,7 +100,7 @@ class Tiers:
         self._lanes.enter_thread()
         reason: object
         try:
-            assert self.copies.planes is not None, "there is one stage"
+            assert self.copies.planes is not None, "nothing else is beside pages"
             return [DevicePages(self.copies.planes, self._lanes, self._make_lane)]
         except (PeerMemoryError, OSError) as error:
             reason = error

@@ -49,6 +49,11 @@ ELSEWHERE = {
     },
     ("`--disk-cache`", WINDOWED): f"{_ENGINE}window_pages.py::test_windows_survive_a_restart",
     ("`--disk-cache`", STATES): f"{_MODELS}qwen3_5.py::test_states_survive_a_restart",
+    **{
+        ("`--pp --roles`", kind): "tests/router/test_disaggregation.py::"
+        "test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed"
+        for kind in (FULL, WINDOWED)
+    },
     ("`--tp --disk-cache`, `--pp --disk-cache`", FULL): f"{_IN}restart.py::"
     "test_each_of_two_ranks_finds_its_part",
     **{
@@ -81,10 +86,10 @@ _THERE = {(name, kind) for names, kind in ELSEWHERE for name in names.split(", "
 
 def is_part_of_another(name: str, kind: str) -> bool:
     """The engines of --roles are those that exchange pages, and those with a disk have host memory
-    in front of it."""
+    in front of it. Stages exchange what they keep in host memory, where each kind has a test."""
     longer = name.replace("--host-cache", "--disk-cache")
     with_disk = longer != name and longer in OPTIONS and (longer, kind) not in _THERE
-    return with_disk or name == "`--roles`"
+    return with_disk or name in ("`--roles`", "`--pp --roles`")
 
 
 def is_refused(name: str, kind: str) -> bool:
@@ -183,7 +188,8 @@ def test_every_other_pair_is_refused_or_has_a_test_elsewhere() -> None:
     pairs = [(name, kind) for name in OPTIONS for kind in KINDS]
     left = [pair for pair in pairs if pair not in HERE and not is_part_of_another(*pair)]
     assert {pair for pair in left if not is_refused(*pair)} <= _THERE
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
     for test in {*ELSEWHERE.values()}:
         file, _, name = test.partition("::")
         found = ast.parse((ROOT / file).read_text()).body
-        assert name in [each.name for each in found if isinstance(each, ast.FunctionDef)], test
+        assert name in [each.name for each in found if isinstance(each, functions)], test

@@ -10,7 +10,8 @@ from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.page_keys import key_beside, page_keys
+from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
 from minisgl.kvcache.windows import Windows
 
 NUM_PAGES, WINDOW = 41, 4  # of one token each: a query sees the three pages before its own
@@ -26,6 +27,7 @@ def make(
     spare: int = 20,
     pages_each: int = 1,
     store: MemoryStore | None = None,
+    looks_ahead: bool = False,
 ) -> WindowedCache:
     sizes = WindowSizes(window=WINDOW, page_size=1, in_flight=1, spare=spare, pages_each=pages_each)
     return WindowedCache(
@@ -35,6 +37,7 @@ def make(
         num_host_pages=200,
         num_window_pages=num_window_pages,
         window_sizes=sizes,
+        looks_ahead=looks_ahead,
         disk=None if store is None else Disk(store, b"model"),
     )
 
@@ -250,10 +253,10 @@ def test_windows_come_back_from_disk_if_all_of_them_are_there(
         assert found == 19 and len(load.pages) == 19 + pages_each * (WINDOW - 1)
 
 
-def stored(prompts: list[tuple[list[int], list[int]]]) -> MemoryStore:
+def stored(prompts: list[tuple[list[int], list[int]]], *, looks_ahead: bool = False) -> MemoryStore:
     """A disk with all that these prompts and answers leave."""
     store = MemoryStore()
-    kv = make(store=store)
+    kv = make(store=store, looks_ahead=looks_ahead)
     for step, (prompt, answer) in enumerate(prompts, 1):
         run(kv, prompt, step, answer)
     offload_all(kv, len(prompts) + 1)
@@ -290,3 +293,23 @@ def test_where_a_part_of_a_read_comes_a_request_goes_on_behind_a_shorter_one(num
     run(kv, TURN, 2)  # on what has come alone, too
     assert kv.match(pack_tokens(TURN), len(TURN)) == len(TURN) - 1
     assert num_windowed(offload_all(kv, 3)) > 0
+
+
+def test_where_the_last_page_is_spared_the_windows_behind_the_one_before_come_back() -> None:
+    kv = make(looks_ahead=True)
+    run(kv, PROMPT, 1, ANSWER)
+    offload_all(kv, 2)
+    for prompt, found in ((PROMPT, 18), (TURN, 25)):
+        assert load_of(kv, prompt, 3)[1] == found
+    for lost, found in ((26, 25), (22, 18)):  # the windows beside it
+        store = stored([(PROMPT, ANSWER)], looks_ahead=True)
+        *_, page = page_keys(b"model", b"", pack_tokens(TURN), TOKEN_BYTES, 0, lost + 1)
+        store.forget([key_beside(page, 0)])
+        again = make(store=store, looks_ahead=True)
+        assert again.disk is not None and again.disk.read(pack_tokens(TURN), len(TURN))
+        (move,) = again.moves.take()
+        assert all(map(store.holds, move.keys))
+        again.moves.end(move.id, len(move.keys))
+        again.audit(0)
+        assert not again.disk.read(pack_tokens(TURN), len(TURN))
+        assert load_of(again, TURN, 1)[1] == found

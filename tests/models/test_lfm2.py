@@ -27,6 +27,7 @@ from support.state_cases import (
     NUM_SHARED,
     NUM_TOKENS,
     StateCase,
+    check_handover,
     check_hits,
     check_restart,
     drafter_of,
@@ -197,6 +198,10 @@ def test_states_survive_a_restart(
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     monkeypatch.setattr(load, "NgramDrafter", drafter_of(case()))
     check_restart(case(), tmp_path / "disk", **drafts)
+
+
+def test_states_come_from_another_engine_with_what_drafts_need(tmp_path: Path) -> None:
+    check_handover(case(), tmp_path, speculative="ngram")
 
 
 def test_stages_load_snapshots_that_take_more_pages_on_one_than_on_another(

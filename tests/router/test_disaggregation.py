@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.cache_kinds import STATES, WINDOWED, reference_of
+from support.cache_kinds import FULL, STATES, WINDOWED, reference_of
 from support.checkpoints import greedy_reference
 from support.processes import (
     children_of,
@@ -182,9 +182,12 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
         wait_until_nothing_is_left(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "is_killed"), [(STATES, True), (WINDOWED, False)])
-async def test_engines_of_models_with_states_or_windows_hand_over_and_may_be_killed(
-    kind: str, is_killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("kind", "ranks", "is_killed"),
+    [(STATES, "--tp", True), (WINDOWED, "--pp", False), (FULL, "--pp", False)],
+)
+async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
+    kind: str, ranks: str, is_killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, folder, model = reference_of(kind, drafts=False)
     folder = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "small")
@@ -192,7 +195,7 @@ async def test_engines_of_models_with_states_or_windows_hand_over_and_may_be_kil
     every = random.Random(0)
     prompts = [[every.randrange(100, 250) for _ in range(300)] for _ in range(4)]
     wholes = [greedy_reference(model, each, 8).token_ids for each in prompts]
-    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "120", "--tp", "2")
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "120", ranks, "2")
     few = ("--max-running-requests", "4", "--max-prefill-length", "128", "--device", "cpu")
     with demo(tmp_path, "--model", str(folder), *options, *few) as (process, url):
         await asyncio.to_thread(wait_for_ready, process, url, 2)
@@ -203,17 +206,18 @@ async def test_engines_of_models_with_states_or_windows_hand_over_and_may_be_kil
                 await asyncio.sleep(0.01)  # the other engine may be the first to know
             assert seen[TRANSFERS, "1", "received"] == 2 and seen[PREFILLS, "done"] == 1
             assert seen[BYTES, "0", "sent"] == seen[BYTES, "1", "received"] > 0
-            assert seen[DIRECT, "1", "received"] == seen[FALLBACKS, "1"] == 0
+            assert seen[DIRECT, "1", "received"] == (2 if kind == FULL else 0)
+            assert seen[FALLBACKS, "1"] == 0
 
             if is_killed:
-                ranks = ranks_of(tmp_path, replica=0)
-                os.kill(ranks[1], signal.SIGSTOP)
+                pids = ranks_of(tmp_path, replica=0)
+                os.kill(pids[1], signal.SIGSTOP)
                 asked = asyncio.ensure_future(ask(client, prompts[2:]))
                 while not (await counted(client))[RUNNING]:  # noqa: ASYNC110 - asks a server
                     await asyncio.sleep(0)
-                os.kill(ranks[1], signal.SIGKILL)
+                os.kill(pids[1], signal.SIGKILL)
                 assert tokens_of(await asked) == wholes[2:]
-                await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
+                await asyncio.to_thread(wait_for_successor, tmp_path, 0, pids)
                 await asyncio.to_thread(wait_for_ready, process, url, 2)
                 answer = await ask(client, prompts[:2], cache_salt="again")
                 assert tokens_of(answer) == wholes[:2] and cached_tokens(answer) == 2 * 288
@@ -246,13 +250,11 @@ def test_replicas_are_on_one_node_and_those_with_roles_do_not_divide_pages(roles
     with pytest.raises(ConfigError, match="--nnodes 2: replicas are on one node; allowed: 1"):
         make(tp=2, nnodes=2)
     if roles:
-        with pytest.raises(ConfigError, match=r"--pp 2: replicas with --roles .*; allowed: 1"):
-            make(pp=2)
         with pytest.raises(ConfigError, match=r"--dp-attention: each rank has pages of its own"):
             make(tp=2, dp_attention=True)
     else:
-        make(pp=2)
         make(tp=2, dp_attention=True)
+    make(pp=2)
     make(tp=2)
 
 

@@ -37,7 +37,8 @@ def test_there_is_one_cell_for_each_pair_and_each_reason_once() -> None:
         ("`--host-cache`", "windowed layers alone", GIVES_WAY, "needs layers without a window"),
         ("`--roles`", "full and windowed layers", WORKS, ""),
         ("`--roles`", "full layers and states", WORKS, ""),
-        ("`--pp --roles`", "full layers", REFUSED, "--pp 2: replicas with --roles"),
+        ("`--pp --roles`", "full layers", WORKS, ""),
+        ("`--dp-attention --roles`", "full layers", REFUSED, "each rank has pages of its own"),
         ("`--model-impl adopted`", "full layers and states", REFUSED, "the others keep a state"),
     ],
 )

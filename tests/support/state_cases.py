@@ -114,3 +114,28 @@ def check_restart(case: StateCase, folder: Path, **options: Any) -> None:
     files[len(files) // 2].unlink()
     cached, _ = asyncio.run(run())
     assert all(num <= most for num, most in zip(cached, every, strict=True))
+
+
+def check_handover(case: StateCase, folder: Path, **options: Any) -> None:
+    """Compute each prompt in one engine, and go on in another one, which finds all of it."""
+    given = {"page_size": 4, "host_cache": 0.02, **FEW, **options}
+
+    async def run() -> None:
+        async with (
+            AsyncEngine(load_engine(case.folder, **given)) as prefill,
+            AsyncEngine(load_engine(case.folder, **given)) as decode,
+        ):
+            address = await prefill.share_pages(str(folder / "a"), always_load=False)
+            await decode.share_pages(str(folder / "b"), always_load=True)
+            for prompt, wanted in zip(case.prompts, case.runs, strict=True):
+                num_found = (len(prompt) - 1) // 4 * 4
+                assert await prefill.offer_pages(prompt) == bool(num_found)
+                if num_found:
+                    assert await decode.fetch_pages(address, prompt)
+                (output,) = await batch(decode, [prompt], [greedy(NUM_TOKENS)])
+                assert output.token_ids == wanted.token_ids, "a token differs"
+                assert output.num_cached_tokens == num_found
+            received = decode.stats().transfers
+            assert received is not None and received.received.num_transfers == 4
+
+    asyncio.run(run())

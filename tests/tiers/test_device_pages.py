@@ -212,7 +212,7 @@ def test_memory_that_cannot_be_mapped_brings_no_pages_and_one_line(
     try:
         handles = [
             b"",
-            msgspec.msgpack.encode(("cuda", b"", pid, 0, b"", 0)),
+            msgspec.msgpack.encode(("cuda", b"", pid, 0, b"")),
             msgspec.msgpack.encode((tag, pid, other.file, name)),  # as in another namespace
             msgspec.msgpack.encode((tag, pid, folder, name)),
             msgspec.msgpack.encode((tag, pid, shrinks, name)),  # which may become shorter
@@ -336,7 +336,7 @@ def test_a_host_cache_transfers_pages_of_the_device_after_all_that_was_launched(
     memory = [cache_of(CPU), cache_of(CPU)]
     caches = [Tiers(kv, 12, numbering_of(kv), Lanes(CPU), SlowLane) for kv in memory]
     listening = [
-        cache.listen(str(tmp_path / name), b"", 0) for cache, name in zip(caches, "ab", strict=True)
+        cache.listen(str(tmp_path / name), b"") for cache, name in zip(caches, "ab", strict=True)
     ]
     assert all(each.is_direct for each in listening)
     launched = Gate()
@@ -377,8 +377,8 @@ def test_pages_are_sent_after_the_loads_that_fill_them_on_this_rank(
     gate.clear()
     load = sender.copies.queue(Copies(loads=(Load(1, (3,), (2,)),)))
     monkeypatch.setattr(sender, "_make_lane", copy_lane)
-    listening = sender.listen(str(tmp_path / "a"), b"", 0)
-    receiver.listen(str(tmp_path / "b"), b"", 0)
+    listening = sender.listen(str(tmp_path / "a"), b"")
+    receiver.listen(str(tmp_path / "b"), b"")
     put = DevicePages.put
 
     def note_put(*part: Any) -> Readable:
@@ -414,7 +414,7 @@ def test_without_memory_to_share_only_host_pages_are_transferred(
 
     monkeypatch.setattr(FileSharing, "share", fail)
     cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
-    assert not cache.listen(str(tmp_path / "a"), b"", 0).is_direct
+    assert not cache.listen(str(tmp_path / "a"), b"").is_direct
     (line,) = caplog.records
     assert "come through host memory" in line.message
     ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -432,7 +432,7 @@ def test_engines_that_share_pages_by_tcp_allocate_nothing_for_the_straight_way(
 ) -> None:
     monkeypatch.setattr(FileSharing, "share", lambda *_: pytest.fail("it was allocated"))
     cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
-    assert not cache.listen("127.0.0.1:0", b"", 0).is_direct
+    assert not cache.listen("127.0.0.1:0", b"").is_direct
     cache.close()
 
 
@@ -440,7 +440,7 @@ def test_an_address_that_cannot_be_had_leaves_no_memory_behind(tmp_path: Path) -
     before = open_files()
     cache = Tiers(kv := cache_of(CPU), 12, numbering_of(kv), Lanes(CPU))
     with pytest.raises(OSError):
-        cache.listen(str(tmp_path / "nowhere" / "a"), b"", 0)
+        cache.listen(str(tmp_path / "nowhere" / "a"), b"")
     assert open_files() <= before  # threads of tests before this one may close theirs
     cache.close()
 

@@ -325,7 +325,7 @@ def test_a_host_cache_lets_nixl_read_its_slabs(
     memory = [cache_of(cpu), cache_of(cpu)]
     caches = [Tiers(kv, 12, numbering_of(kv), Lanes(cpu)) for kv in memory]
     peers, _ = [
-        cache.listen(f"{tmp_path}/{name}", b"", 0).ranks
+        cache.listen(f"{tmp_path}/{name}", b"").ranks
         for cache, name in zip(caches, "ab", strict=True)
     ]
     exchanges = [cache._exchange for cache in caches]

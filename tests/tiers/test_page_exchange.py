@@ -174,13 +174,13 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     memory = [cache_of(cpu), cache_of(cpu)]
     lanes = [type("Lane", (SlowLane,), {"gate": gate}) for gate in gates]
     caches = [
-        Tiers(kv, 12, numbering_of(kv), Lanes(cpu), lane)
+        Tiers(kv, 12, numbering_of(kv), Lanes(cpu), lane, number=RANK)
         for kv, lane in zip(memory, lanes, strict=True)
     ]
     for gate in gates:
         gate.set()
     addresses = [
-        cache.listen(str(tmp_path / name), b"", RANK).ranks[0]
+        cache.listen(str(tmp_path / name), b"").ranks[0]
         for cache, name in zip(caches, "ab", strict=True)
     ]
     assert addresses == [f"{tmp_path}/a.{RANK}", f"{tmp_path}/b.{RANK}"]
