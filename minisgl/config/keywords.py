@@ -82,7 +82,7 @@ class EngineOptions(OtherSpellings, total=False):
     dp_attention: bool
     pp: int
     ep: bool
-    parallel: Literal["given", "auto"]
+    parallel: Literal["given", "auto", "heads"]
     nnodes: int
     node_rank: int
     master_addr: str

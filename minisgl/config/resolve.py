@@ -251,10 +251,11 @@ def resolve(
 
 
 def with_layout(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> EngineConfig:
-    """The options with the layout that the arithmetic prefers, if --parallel is auto: of the ranks
+    """The options with the layout that the arithmetic prefers, unless --parallel is given: of ranks
     of --tp, or of as many GPUs of this machine as the model can be divided over."""
-    if config.parallel != "auto":
+    if config.parallel == "given":
         return config
+    after = "heads" if config.parallel == "heads" else "given"
     most = config.tp
     uses_gpus = config.device != "cpu" and device.has_cuda
     if most == 1 and uses_gpus and config.nnodes == 1:
@@ -263,9 +264,9 @@ def with_layout(config: EngineConfig, model: ModelFacts, device: DeviceFacts) ->
     advised = (_advice(config, model, device, size) for size in sizes)
     advice = next((each for each in advised if each is not None), None)
     if advice is None:
-        return replace(config, parallel="given")
+        return replace(config, parallel=after)
     best = advice.best
-    return replace(config, parallel="given", tp=best.tp, ep=best.ep, dp_attention=best.dp_attention)
+    return replace(config, parallel=after, tp=best.tp, ep=best.ep, dp_attention=best.dp_attention)
 
 
 def _advice(
@@ -282,7 +283,7 @@ def _advice(
     by_request = [layout for layout in by_request if layout.can_divide(model)]
     startable = by_head
     if config.dp_attention:
-        startable = by_request if config.parallel == "auto" else [*by_head, *by_request]
+        startable = [*by_head, *by_request] if config.parallel == "given" else by_request
     elif by_head and _may_divide_requests(config, model, num_ranks):
         startable = [*by_head, *by_request]
     if not startable or config.pp > len(model.layers):
@@ -310,7 +311,7 @@ def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int
     asked for, or that the arithmetic does not count."""
     has_windows = any(spec.window is not None for spec in model.attention)  # not counted
     decodes = config.task not in ("embed", "rerank")
-    beside = config.whole_pages or config.speculative is not None
+    beside = config.parallel == "heads" or config.speculative is not None
     return decodes and not beside and not has_windows and config.max_running_requests >= num_ranks
 
 

@@ -239,6 +239,8 @@ def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
     if engine.dp_attention:
         reason = "each rank has pages of its own, and replicas with --roles exchange whole ones"
         raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
+    if engine.parallel == "auto":
+        engine = replace(engine, parallel="heads")
     if engine.host_cache:
         return engine
     share = HOST_SHARE * memory_bytes() / 1e9 / num_replicas

@@ -106,7 +106,7 @@ def read_setup(config: EngineConfig) -> Setup:
         model = network.noted_in(model)
     facts = _facts(model, network)
     # `resolve` refuses a model that cannot be divided, with a better message.
-    if config.parallel == "auto":  # which backends there are may depend on it
+    if config.parallel != "given":  # which backends there are may depend on it
         config = with_layout(config, facts, device_facts(facts))
         if config.dp_attention:
             model = model.by_request()

@@ -315,7 +315,7 @@ def test_the_log_compares_the_layouts(tmp_path: Path) -> None:
 
 
 def taken_by_auto(facts: ModelFacts, num_gpus: int, **options: Any) -> Layout:
-    config = EngineConfig(parallel="auto", **options)
+    config = EngineConfig(**{"parallel": "auto", **options})
     config = with_layout(config, facts, machine(num_gpus))
     return Layout(config.tp, config.ep, config.dp_attention)
 
@@ -357,7 +357,7 @@ def test_requests_are_divided_only_if_that_reads_less_with_usual_lengths(tmp_pat
 
 
 NOT_COUNTED: list[dict[str, Any]] = [
-    {"host_cache": 1.0, "whole_pages": True},
+    {"host_cache": 1.0, "parallel": "heads"},
     {"speculative": "ngram"},
     {"task": "embed"},
     {"max_running_requests": 3},
@@ -370,6 +370,8 @@ def test_auto_divides_no_requests_beside_what_does_not_go_with_it(
 ) -> None:
     facts = facts_of("GLM-4.7-Flash", tmp_path)
     assert taken_by_auto(facts, 4, **options) == Layout(4)
+    notes = resolved(facts, machine(4), **{"parallel": "auto", **options}).notes
+    assert any("arithmetic --tp 4 is best" in note for note in notes)
 
 
 def test_auto_divides_no_requests_of_models_that_do_without(tmp_path: Path) -> None:

@@ -263,6 +263,9 @@ def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_containe
 ) -> None:
     given = with_pages_shared(EngineConfig(host_cache=3.0), 2)
     assert given == EngineConfig(host_cache=3.0)
+    # Ranks that divide requests have pages of their own, which no other engine takes.
+    auto = with_pages_shared(EngineConfig(host_cache=3.0, parallel="auto"), 2)
+    assert auto == EngineConfig(host_cache=3.0, parallel="heads")
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen
