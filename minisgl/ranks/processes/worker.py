@@ -24,9 +24,11 @@ from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
+from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
+from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.images.host import encoded_in
 from minisgl.parts.masks.host import MaskPlan
@@ -209,13 +211,30 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | No
 
 def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | None) -> bytes:
     assert runner.adapters is not None, "there is room for adapters"
-    return runner.adapters.read(number, folder, root)
+    return runner.adapters.read(number, folder, root).digest
+
+
+def _weights(runner: ModelRunner) -> WeightTaker:
+    assert runner.weights is not None, "they were loaded"
+    return runner.weights
 
 
 # What rank 0 can have called on all ranks. Each may run beside the plans.
 CALLS: Mapping[str, Callable[..., object]] = {
     "listen": ModelRunner.listen,
     "read_adapter": _read_adapter,
+    "begin_weights": lambda runner, infos, partial: _weights(runner).begin(
+        msgspec.convert(infos, list[TensorInfo]), partial
+    ),
+    "take_weights": lambda runner, files: _weights(runner).take_files(files),
+    "join_group": lambda runner, address: _weights(runner).join(
+        msgspec.convert(address, GroupAddress)
+    ),
+    "leave_group": lambda runner, name: _weights(runner).leave(name),
+    "receive_weights": lambda runner, name, infos: _weights(runner).take_group(
+        name, msgspec.convert(infos, list[TensorInfo])
+    ),
+    "end_weights": lambda runner: _weights(runner).end(),
 }
 
 
