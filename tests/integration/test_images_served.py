@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
@@ -28,6 +29,7 @@ from support.serving import Served, demo_engine, served
 
 from minisgl import LLM
 from minisgl.engine import AsyncEngine
+from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover
 
 NUM_TOKENS = 8
 NUM_ROWS = 16  # of 56 pixels a side in patches of 14
@@ -298,6 +300,50 @@ def test_choices_and_masks_are_of_one_image(server: Served[AsyncEngine]) -> None
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     answer = chat_about(server, "a", image_part(RED), response_format=form, max_tokens=64).json()
     assert json.loads(answer["choices"][0]["message"]["content"])["is"] in ("red", "blue")
+
+
+def test_one_server_computes_a_prompt_with_images_and_another_answers(
+    llava: Llava, tmp_path: Path
+) -> None:
+    """As those of --roles, to which the router sends a request one after the other."""
+
+    async def start() -> AsyncEngine:
+        return await demo_engine(
+            model=str(llava.folder),
+            dtype="float32",
+            page_size=4,
+            num_pages=64,
+            max_seq_len_override=128,
+            host_cache=0.01,
+        )
+
+    content = [{"type": "text", "text": "What is this?"}, image_part(RED)]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "logit_bias": {str(llava.row_id): -100},
+        "return_token_ids": True,
+    }
+    length, tokens = llava.answer("What is this?", RED)
+    with served(start) as prefill, served(start) as decode:
+        for server, name in ((prefill, "prefill"), (decode, "decode")):
+            sharing = server.engine.share_pages(str(tmp_path / name), always_load=True)
+            address = asyncio.run_coroutine_threadsafe(sharing, server.loop).result()
+            server.state.around = Handover(server.engine, address).around
+        with prefill.http() as http:
+            headers = {PREFILL.decode(): "1"}
+            offered = http.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert offered["offered"] == 1
+        with decode.http() as http:
+            headers = {PREFILLED.decode(): offered["address"]}
+            answer = http.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert answer["choices"][0]["token_ids"] == tokens
+        assert answer["usage"]["prompt_tokens"] == length
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (length - 1) // 4 * 4
+        for server in (prefill, decode):
+            server.on_loop(server.engine.audit)
 
 
 def bomb(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
