@@ -115,6 +115,8 @@ class LoadedAdapters(dict[str, Adapted]):
                 self._wake()
 
     def _add(self, name: str, number: int, facts: AdapterFacts) -> None:
+        assert self._part is not None, "there is room"
+        self._part.load(number)
         self[name] = Adapted(number, facts.digest)
         logger.info("Loaded the adapter %s", name)
         base, own = facts.base, self._model

@@ -2118,7 +2118,7 @@ def test_an_adapter_is_dropped_once_after_the_last_request_that_has_it() -> None
     harness.in_flight.clear()
     assert drops_of(harness.launch()) == (0,)
     harness.settle()
-    assert harness.launch() is None
+    assert harness.launch() is None and not part_of(harness)._dropped
     for request in (running, queued):
         check_output(request)
 

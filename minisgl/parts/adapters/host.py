@@ -52,22 +52,27 @@ class Adapters(Part):
         self._places = [_Place() for _ in range(num_places)]
         self._to_load: list[int] = []  # places
         self._of_slot: dict[int, int] = {}  # as the device has them: 1 + the place, or 0
-        self._leaving: dict[int, Sequence[Request]] = {}  # adapters, and the last that have them
-        self._dropped: dict[int, int] = {}  # and the steps that drop them
+        self._loaded: set[int] = set()  # adapters that requests may ask for
+        self._leaving: dict[int, Sequence[Request]] = {}  # others, and the last that have them
+        self._dropped: dict[int, int] = {}  # and the steps that drop them, until they are settled
         self._num_uses = 0
         self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row is adapted
 
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
-        for gone in (self._leaving, self._dropped):
-            if isinstance(given, Adapted) and given.number in gone:
-                raise ModelNotFoundError("The adapter of this request has just been unloaded.")
+        if isinstance(given, Adapted) and given.number not in self._loaded:
+            raise ModelNotFoundError("The adapter of this request has just been unloaded.")
         return given
+
+    def load(self, number: int) -> None:
+        """Take requests for an adapter, which all ranks have."""
+        self._loaded.add(number)
 
     def unload(self, number: int, having: Sequence[Request]) -> None:
         """Refuse new requests for an adapter, and let the ranks drop it once those that have it
         have ended."""
+        self._loaded.discard(number)
         self._leaving[number] = having
 
     def _to_drop(self) -> tuple[int, ...]:
@@ -148,6 +153,8 @@ class Adapters(Part):
         for index, number in outcome:
             if self._places[index].adapter == number:
                 self._places[index].is_ready = True
+        for number in [each for each, step in self._dropped.items() if step <= work.step]:
+            del self._dropped[number]
 
     def failed(self, step: int) -> None:
         self._of_slot = dict.fromkeys(self._of_slot, -1)  # which changes took effect is not known
