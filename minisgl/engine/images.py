@@ -65,17 +65,17 @@ class Images:
         if support.folder is not None:
             self._line = WorkQueue(partial(make_processor, support.folder), NUM_PROCESSES)
         self._ends: list[Future[None]] = []  # of threads
-        self._warming: asyncio.Future[None] | None = None
+        self._warming: asyncio.Future[list[None]] | None = None
 
     def warm(self) -> None:
-        """Start a process if the model takes images, so that the first one does not wait for it."""
+        """Start the processes if the model takes images, so that none of these waits for one."""
 
         async def start(line: WorkQueue[ImageProcessor]) -> None:
             with contextlib.suppress(Exception):  # the first image reports the error
                 await line.run(lambda processor: processor.start(), 0)
 
         if self._line is not None:
-            self._warming = asyncio.ensure_future(start(self._line))
+            self._warming = asyncio.gather(*[start(self._line) for _ in range(NUM_PROCESSES)])
 
     async def prompt(
         self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]

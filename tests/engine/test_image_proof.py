@@ -133,11 +133,11 @@ def _by_column(spans: Any) -> Any:
 
 def _next_row(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
     seen = self._rows[(-token_ids).clamp(min=0)]
-    return torch.where((token_ids < 0)[:, None], seen, self.base(token_ids.clamp(min=0)))
+    return torch.where((token_ids < 0)[:, None], seen, self._base(token_ids.clamp(min=0)))
 
 
 def _as_text(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
-    return self.base(token_ids.clamp(min=0))
+    return self._base(token_ids.clamp(min=0))
 
 
 _rope_positions = positions.rope_positions

@@ -420,7 +420,7 @@ async def test_a_model_without_a_tower_says_that_it_takes_no_images(tmp_path: Pa
         assert prompt == Prompt(await images._texts.chat(messages, False, {}))
 
 
-async def test_the_process_is_there_before_the_first_image(qwen: Path) -> None:
+async def test_the_processes_are_there_before_the_first_images(qwen: Path) -> None:
     started: list[Path] = []
 
     class Started(ProcessorHere):
@@ -429,7 +429,7 @@ async def test_the_process_is_there_before_the_first_image(qwen: Path) -> None:
 
     async with images_of(qwen, make_processor=Started) as images:
         images.warm()
-        await until(lambda: started)
+        await until(lambda: len(started) == 2)
     async with images_of(qwen, support=ImageSupport()) as images:
         images.warm()
         assert images._warming is None

@@ -298,3 +298,26 @@ def test_steps_without_images_are_those_of_a_model_that_reads_text_only(
     assert [replace(plan, joins=()) for plan in seeing] == [
         replace(plan, joins=()) for plan in blind
     ]
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN_3_VL])
+def test_weights_of_the_text_part_are_replaced_beside_a_tower(architecture: str) -> None:
+    """Also its embedding, in whose places the rows of images are; the tower keeps its own."""
+    case = image_case(architecture)
+    asked = case.asked[:3]
+    reference = load_reference(case.folder, getattr(transformers, architecture))
+    for module in (reference.get_input_embeddings(), reference.get_output_embeddings()):
+        weight = module.weight.detach()
+        weight.copy_(weight.roll(1, dims=0))
+    changed = [answered(reference, each.prompt, each.spans) for each in asked]
+    assert any(a.token_ids != b.token_ids for a, b in zip(asked, changed, strict=True))
+
+    async def run() -> None:
+        async with started(architecture) as engine:
+            for wanted in (asked, changed):
+                found = await asyncio.gather(*(submitted(engine, each) for each in wanted))
+                assert all(map(is_right, wanted, found))
+                await engine.weights.update(reference.state_dict())
+            engine.audit()
+
+    asyncio.run(run())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+import struct
+import zlib
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +29,7 @@ from support.serving import Served, demo_engine, served
 
 from minisgl import LLM
 from minisgl.engine import AsyncEngine
+from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover
 
 NUM_TOKENS = 8
 NUM_ROWS = 16  # of 56 pixels a side in patches of 14
@@ -266,6 +272,145 @@ def test_an_image_that_cannot_be_used_is_named(
             assert words in answer.json()["error"]["message"]
         keys = http.post("/v1/completions", json={"prompt": [-5], "max_tokens": 1})
         assert keys.status_code == 400
+
+
+def chat_about(server: Served[AsyncEngine], *parts: Any, **fields: Any) -> Any:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    messages = [{"role": "user", "content": content}]
+    with server.http() as http:
+        return http.post("/v1/chat/completions", json={"messages": messages, **fields})
+
+
+def image_part(data: bytes | Image.Image, form: str = "png") -> dict[str, Any]:
+    data = data if isinstance(data, bytes) else encoded(data)
+    url = f"data:image/{form};base64,{b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_choices_and_masks_are_of_one_image(server: Served[AsyncEngine]) -> None:
+    fields = {"temperature": 1, "seed": 5, "n": 3, "max_tokens": 6, "ignore_eos": True}
+    alone = [
+        choice["message"]["content"]
+        for choice in chat_about(server, "a", image_part(RED), **fields).json()["choices"]
+    ]
+    again = chat_about(server, "a", image_part(RED), **fields).json()
+    assert [choice["message"]["content"] for choice in again["choices"]] == alone
+    assert len({*alone}) == 3
+    schema = {"type": "object", "properties": {"is": {"enum": ["red", "blue"]}}, "required": ["is"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    answer = chat_about(server, "a", image_part(RED), response_format=form, max_tokens=64).json()
+    assert json.loads(answer["choices"][0]["message"]["content"])["is"] in ("red", "blue")
+
+
+def test_one_server_computes_a_prompt_with_images_and_another_answers(
+    llava: Llava, tmp_path: Path
+) -> None:
+    """As those of --roles, to which the router sends a request one after the other."""
+
+    async def start() -> AsyncEngine:
+        return await demo_engine(
+            model=str(llava.folder),
+            dtype="float32",
+            page_size=4,
+            num_pages=64,
+            max_seq_len_override=128,
+            host_cache=0.01,
+        )
+
+    content = [{"type": "text", "text": "What is this?"}, image_part(RED)]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "logit_bias": {str(llava.row_id): -100},
+        "return_token_ids": True,
+    }
+    length, tokens = llava.answer("What is this?", RED)
+    with served(start) as prefill, served(start) as decode:
+        for server, name in ((prefill, "prefill"), (decode, "decode")):
+            sharing = server.engine.share_pages(str(tmp_path / name), always_load=True)
+            address = asyncio.run_coroutine_threadsafe(sharing, server.loop).result()
+            server.state.around = Handover(server.engine, address).around
+        with prefill.http() as http:
+            headers = {PREFILL.decode(): "1"}
+            offered = http.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert offered["offered"] == 1
+        with decode.http() as http:
+            headers = {PREFILLED.decode(): offered["address"]}
+            answer = http.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert answer["choices"][0]["token_ids"] == tokens
+        assert answer["usage"]["prompt_tokens"] == length
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (length - 1) // 4 * 4
+        for server in (prefill, decode):
+            server.on_loop(server.engine.audit)
+
+
+def bomb(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of few bytes that says it is as large."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(bytes(9))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+
+
+def animated(form: str) -> bytes:
+    return encoded(RED, form, save_all=True, append_images=[BLUE.resize(RED.size)])
+
+
+HOSTILE = {
+    "many pixels": bomb(30_000, 30_000),
+    "most pixels": bomb(2**31 - 1, 2**31 - 1),
+    "a bomb of text": bomb(4, 4, (b"zTXt", b"a\0\0" + zlib.compress(bytes(70 << 20)))),
+    "a bomb of colours": bomb(4, 4, (b"iCCP", b"a\0\0" + zlib.compress(bytes(70 << 20)))),
+    "no width": bomb(0, 9),
+    "truncated": encoded(RED, "JPEG")[:-60],
+    "an animated PNG": animated("PNG"),
+    "an animated GIF": animated("GIF"),
+    "a page": b"<html><script>",
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    "another format": encoded(RED, "TIFF"),
+    "nothing": b"",
+}
+
+
+def test_hostile_images_are_errors_of_their_requests(
+    server: Served[AsyncEngine], llava: Llava
+) -> None:
+    for name, data in HOSTILE.items():
+        answer = chat_about(server, "a", image_part(data), max_tokens=1)
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"] == "messages.0.content.1.image_url", name
+    _, tokens = llava.answer("What is this?", RED)
+    for data in (encoded(RED) + b"PK\x03\x04<script>", encoded(RED)):  # of two kinds at once
+        options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        options |= {"return_token_ids": True, "logit_bias": {str(llava.row_id): -100}}
+        answer = chat_about(server, "What is this?", image_part(data, "gif"), **options)
+        assert answer.json()["choices"][0]["token_ids"] == tokens
+
+
+def test_clients_that_leave_while_an_image_is_on_its_way_leave_nothing(
+    server: Served[AsyncEngine],
+) -> None:
+    """Whether it is decoded, waits for the tower, or is answered then."""
+    part = image_part(colourful(700, 700, seed=5))
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": [part]}], "max_tokens": 99, "stream": True}
+    ).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    for until_bytes in (0, 1, 600):
+        with socket.create_connection(address) as client:
+            client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            received = 0
+            while received < until_bytes:
+                received += len(client.recv(200))
+    assert chat_about(server, "a", image_part(RED), max_tokens=1).status_code == 200
+    stats = server.engine.stats
+    while stats().num_running + stats().num_queued:
+        assert chat_about(server, "a", max_tokens=1).status_code == 200
 
 
 def test_programs_chat_about_images_of_pillow(llava: Llava, tmp_path: Path) -> None:

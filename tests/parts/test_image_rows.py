@@ -144,6 +144,11 @@ class Bench:
             self.end(request)
         self.part.failed(step)
 
+    def replace_weights(self) -> None:
+        """Which gives the requests that wait another namespace."""
+        for request in self.waiting:
+            request.namespace = b"new " + request.namespace
+
     def end(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED
         self.running.pop(request, None)
@@ -185,7 +190,7 @@ def running_of(request: Request, num_scheduled: int, slot: int) -> Running:
 def test_chunks_read_the_rows_of_their_images_and_every_request_is_served(seed: int) -> None:
     bench = Bench(random.Random(seed))
     moves = (bench.submit, bench.admit, bench.launch, bench.settle, bench.end_those_that_are_done)
-    rare = (bench.end_any, bench.retract, bench.fail)
+    rare = (bench.end_any, bench.retract, bench.fail, bench.replace_weights)
     for _ in range(60):
         bench.rng.choice(moves if bench.rng.random() < 0.9 else rare)()
         bench.part.audit(bench.running.values())

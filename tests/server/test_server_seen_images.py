@@ -136,6 +136,25 @@ def test_a_chat_has_images_between_its_texts(server: Served[SeeingEngine]) -> No
     assert found["prompt"].count(PAD) == 3 * NUM_ROWS
 
 
+def test_reasoning_and_calls_follow_images(server: Served[SeeingEngine]) -> None:
+    """The call is the only answer that the mask of required tools allows."""
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "red"}}\n</tool_call>'
+    server.engine.answers = [f"<think>\nIt is red.\n</think>\n\n{call}"]
+    parameters = {"type": "object", "properties": {"at": {"enum": ["red", "blue"]}}}
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    try:
+        with server.openai() as client:
+            answer = client.chat.completions.create(
+                model="fake", messages=CHAT_MESSAGES, tools=[tool], tool_choice="required"
+            )
+        message: Any = answer.choices[0].message
+        assert message.tool_calls[0].function.arguments == '{"at": "red"}'
+        assert message.reasoning_content.strip() == "It is red."
+        check(server.engine)
+    finally:
+        server.engine.answers = [""]
+
+
 def test_a_response_has_images_also_in_the_outputs_of_calls(server: Served[SeeingEngine]) -> None:
     with server.openai() as client:
         answer = client.responses.create(model="fake", input=ITEMS)

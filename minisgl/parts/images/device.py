@@ -29,24 +29,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SeenEmbedding(nn.Module):
-    """Stands for the embedding of a model. While `is_open`, negative ids are rows of the buffer: -1
-    is row 0."""
+class SeenEmbedding:
+    """What the embedding of a model computes, which keeps its place and the name of its weights.
+    While `is_open`, negative ids are rows of the buffer: -1 is row 0."""
 
     def __init__(self, base: nn.Module, rows: Tensor) -> None:
         """rows: the buffer, [num_rows, hidden_size]."""
-        super().__init__()
-        self.base, self._rows = base, rows
+        self._base, self._rows = base.forward, rows
         self.is_open = False
-
-    @property
-    def weight(self) -> Tensor:
-        return cast(Tensor, self.base.weight)
+        base.forward = self.forward
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if not self.is_open:
-            return cast(Tensor, self.base(token_ids))
-        text = self.base(token_ids.clamp(min=0))
+            return cast(Tensor, self._base(token_ids))
+        text = self._base(token_ids.clamp(min=0))
         seen = self._rows[(-1 - token_ids).clamp(min=0)]
         return torch.where((token_ids < 0).unsqueeze(-1), seen, text)
 
@@ -209,17 +205,10 @@ def load_images(
         return DeviceImages(None, None, seeing, rows, offsets, lanes)
     tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
     first = rows[:, :hidden_size]
-    embedding = _replace_embedding(cast("CausalLM | AdoptedModel", model), first)
-    return DeviceImages(tower, embedding, seeing, rows, offsets, lanes)
-
-
-def _replace_embedding(model: CausalLM | AdoptedModel, rows: Tensor) -> SeenEmbedding:
-    """Let rows of the buffer take the places of embeddings."""
-    if isinstance(model, nn.Module):
-        whole, base = model, cast(nn.Module, model.embed_tokens)
+    whole = cast("CausalLM | AdoptedModel", model)
+    if isinstance(whole, nn.Module):
+        base = whole.embed_tokens
     else:
-        whole, base = model.module, model.module.get_input_embeddings()
-    name = next(name for name, module in whole.named_modules() if module is base)
-    made = SeenEmbedding(base, rows)
-    whole.set_submodule(name, made)
-    return made
+        base = whole.module.get_input_embeddings()
+    embedding = SeenEmbedding(cast(nn.Module, base), first)
+    return DeviceImages(tower, embedding, seeing, rows, offsets, lanes)

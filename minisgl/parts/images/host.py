@@ -368,9 +368,10 @@ def _is_locked(entry: _Entry, running: dict[Request, Running], of: _Of) -> bool:
     """Whether a request may still read the rows of an image. Forgets the others."""
 
     def may_read(request: Request) -> bool:
+        # While it waits, weights may be replaced: then it has another namespace.
+        last = max((span.end for other, span in _images(request) if other == of), default=0)
         if request.status is not RequestStatus.RUNNING:
-            return request.status is RequestStatus.WAITING
-        last = max(span.end for other, span in _images(request) if other == of)
+            return request.status is RequestStatus.WAITING and last > 0
         return running[request].num_scheduled < last
 
     entry.users = {request for request in entry.users if may_read(request)}
