@@ -10,9 +10,10 @@ takes a core for it. HTTP clients know one certificate: they would load the worl
 what they ask is here. They wait without a limit of their own, as all waits of tests do: a machine
 may be as busy as it likes, and what never comes is ended by the limit of the test.
 
-The garbage collector does not look at what is imported and collected before the first test: with
-ten thousand tests each look would take a second, and benchmarks look before they measure. What they
-freeze for the rest of their process would stay for the rest of the tests: it is not frozen.
+The garbage collector rests while modules are imported and tests collected, and does not look at
+these afterwards: with ten thousand tests each look would take a second, and benchmarks look before
+they measure. What they freeze for the rest of their process would stay for the rest of the tests:
+it is not frozen.
 
 The option --record writes which tests have run.
 """
@@ -30,6 +31,8 @@ import pytest
 from support.ports import free_port
 from support.record import Record
 from support.tls import CERTIFICATE
+
+gc.disable()  # until the tests are collected
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,6 +73,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.freeze = lambda: None
+    gc.enable()
 
 
 @pytest.fixture
