@@ -15,6 +15,8 @@ these afterwards: with ten thousand tests each look would take a second, and ben
 they measure. What they freeze for the rest of their process would stay for the rest of the tests:
 it is not frozen.
 
+The processes that work for engines are forked from one that has imported what they need.
+
 The option --record writes which tests have run.
 """
 
@@ -22,8 +24,11 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import hypothesis
@@ -31,6 +36,8 @@ import pytest
 from support.ports import free_port
 from support.record import Record
 from support.tls import CERTIFICATE
+
+from minisgl import subprocesses
 
 gc.disable()  # until the tests are collected
 
@@ -51,6 +58,16 @@ for function in (
     *(getattr(httpx, name) for name in HTTP_FUNCTIONS),
 ):
     inspect.unwrap(function).__kwdefaults__["timeout"] = None
+
+
+def forked_worker(*args: Any, **options: Any) -> object:
+    from support.forked_workers import ForkedWorker  # imports torch
+
+    return ForkedWorker(*args, **options)
+
+
+forked = SimpleNamespace(Popen=forked_worker, PIPE=subprocess.PIPE)
+subprocesses.subprocess = forked  # type: ignore[assignment]
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -74,6 +91,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.freeze = lambda: None
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def started_workers() -> Iterator[None]:
+    """The processes that work for engines are started as those of users are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subprocesses, "subprocess", subprocess)
+        yield
 
 
 @pytest.fixture

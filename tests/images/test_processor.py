@@ -23,6 +23,8 @@ from minisgl.images import processor as processor_module
 from minisgl.images.limits import MAX_PIXELS
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 
+pytestmark = pytest.mark.usefixtures("started_workers")
+
 DIGEST = bytes(32)
 
 
