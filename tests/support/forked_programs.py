@@ -11,12 +11,15 @@ import fcntl
 import gc
 import os
 import pty
+import signal
 import struct
 import sys
 import termios
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from multiprocessing import reduction
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import connection, reduction
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -29,6 +32,7 @@ from support.forked_ranks import fork_server
 from minisgl_cli.start import main
 
 Program = Callable[[], int]
+START_S = 0.0005
 
 
 def minisgl(
@@ -74,7 +78,7 @@ class Terminal(fdspawn):  # type: ignore[misc]
         own, other = pty.openpty()
         fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", *dimensions, 0, 0))
         files = [other] * 3
-        self._process = prepared(program, arguments, environment, None, files, session=True)
+        self._process = prepared(program, arguments, environment, None, files, lead=os.setsid)
         self._process.start()
         os.close(other)
         super().__init__(own, encoding="utf-8", codec_errors="replace", timeout=None)
@@ -86,6 +90,69 @@ class Terminal(fdspawn):  # type: ignore[misc]
             self._process.kill()
         self._process.join()
         self.exitstatus = self._process.exitcode
+
+
+class Running:
+    """A forked process that leads a group of its own, with what is used of a `subprocess.Popen`."""
+
+    def __init__(self, process: ForkServerProcess, files: Sequence[int]) -> None:
+        """files: are its own now, and closed here."""
+        # Not by `start`, which would make it one of the `active_children` of this process.
+        self._process = ForkServerProcess._Popen(process)
+        self._lock = threading.Lock()
+        self.pid: int = self._process.pid
+        for file in set(files):
+            os.close(file)
+        with suppress(ProcessLookupError):  # it has ended
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(START_S)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.poll()
+
+    def wait(self) -> int | None:
+        connection.wait([self._process.sentinel])
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Session(Running):
+    """`minisgl ARGUMENTS` in a session of its own, whose output and errors are one."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        said, told = os.pipe()
+        given, files = environment or os.environ, [nothing, told, told]
+        super().__init__(prepared(main, arguments, given, None, files, lead=os.setsid), files)
+        self.stdout, self.stderr = None, os.fdopen(said)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it says, until it has ended. The limit is that of the test."""
+        said = "" if self.stderr.closed else self.stderr.read()
+        self.stderr.close()
+        self.wait()
+        return said, said
+
+
+@contextmanager
+def forked_session(*command: str, **environment: str) -> Iterator[Session]:
+    """A process for `python COMMAND`, which is `-m minisgl ARGUMENTS`, in a session of its own."""
+    assert command[:2] == ("-m", "minisgl")
+    process = Session(*command[2:], environment={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 class _Inherited:
@@ -109,16 +176,16 @@ def prepared(
     folder: Path | None,
     files: Sequence[int],
     *,
-    session: bool = False,
-    group: bool = False,
+    lead: Callable[[], object] | None = None,
 ) -> ForkServerProcess:
     """A process that is to run the program. files: its input, output and error output.
 
-    session: of its own, with the input as its terminal. group: a process group of its own.
+    lead: what makes it the leader of a group or a session. Its input may be a terminal, which the
+    leader of a session then has for itself.
     """
     inherited = [_Inherited(file) for file in files]
     where = folder or Path.cwd()
-    given = (program, [*arguments], dict(environment), where, inherited, session, group)
+    given = (program, [*arguments], dict(environment), where, inherited, lead)
     return fork_server().Process(target=_run, args=given)
 
 
@@ -128,21 +195,17 @@ def _run(
     environment: dict[str, str],
     folder: Path,
     files: Sequence[_Inherited],
-    session: bool,
-    group: bool,
+    lead: Callable[[], object] | None,
 ) -> None:
-    if group:
-        os.setpgid(0, 0)
-    if session:
-        os.setsid()
+    if lead is not None:
+        lead()
+    if os.isatty(files[0].number):
         fcntl.ioctl(files[0].number, termios.TIOCSCTTY, 0)
     for number, file in enumerate(files):
         os.dup2(file.number, number)
     for number in {file.number for file in files}:
         os.close(number)
-    sys.stdin = os.fdopen(0, closefd=False)
-    if session:  # a line at a time
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     gc.freeze()  # what is there already: a benchmark collects what it has not made
     os.environ.clear()
     os.environ.update(environment)

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
-from multiprocessing import connection
-from multiprocessing.context import ForkServerProcess
 
-from support.forked_programs import prepared
-
-START_S = 0.0005
+from support.forked_programs import Running, prepared
 
 
-class ForkedWorker:
+class ForkedWorker(Running):
     """What `Worker` needs of a `subprocess.Popen` that executes code."""
 
     def __init__(
@@ -34,31 +27,17 @@ class ForkedWorker:
         process_group: int,
         env: Mapping[str, str],
     ) -> None:
-        assert (command[1], stdin, stdout, process_group) == ("-c", -1, -1, 0)
+        pipe = subprocess.PIPE
+        assert (command[1], stdin, stdout, process_group) == ("-c", pipe, pipe, 0)
         given, tasks = os.pipe()
         answers, taken = os.pipe()
         errors = os.open(os.devnull, os.O_WRONLY) if stderr == subprocess.DEVNULL else os.dup(2)
         files = [given, taken, errors]
-        process = prepared(partial(_execute, command[2]), command[:1], env, None, files, group=True)
-        # Not by `start`, which would make it one of the `active_children` of this process.
-        self._process = ForkServerProcess._Popen(process)
-        for file in files:
-            os.close(file)
-        self._lock = threading.Lock()
-        self.pid = self._process.pid
-        with suppress(ProcessLookupError):  # it has ended
-            while os.getpgid(self.pid) != self.pid:  # as that of a Popen from the start
-                time.sleep(START_S)
+        run = partial(_execute, command[2])
+        lead = partial(os.setpgid, 0, 0)
+        super().__init__(prepared(run, command[:1], env, None, files, lead=lead), files)
         self.stdin = os.fdopen(tasks, "wb")
         self.stdout = os.fdopen(answers, "rb")
-
-    def poll(self) -> int | None:
-        with self._lock:
-            return self._process.poll()
-
-    def wait(self) -> int | None:
-        connection.wait([self._process.sentinel])
-        return self.poll()
 
 
 def _execute(code: str) -> int:
