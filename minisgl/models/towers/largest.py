@@ -1,0 +1,28 @@
+"""The largest image that a tower may get, for measuring the memory that it takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from minisgl.models.towers.sight import SEEING, Kind, Sight
+from minisgl.models.towers.small import Inputs, inputs_of
+
+_MERGED = 2  # patches a side that make a row, of towers that take all pixels
+
+
+def largest_inputs(sight: Sight, tower: Any, num_rows: int) -> Inputs:
+    """What a tower takes of an image of so many rows or fewer, as large as it can be in one piece;
+    of those that cut images into tiles, which they encode alike, a few. tower: its config."""
+    kind = SEEING[sight.architecture]
+    lines = max(1, math.isqrt(num_rows))
+    if kind is Kind.LINES:
+        return inputs_of(kind, tower, (lines, num_rows // lines))
+    if kind is Kind.SIZED:  # up to the size that it has positions for
+        num_patches = min(_MERGED * lines, tower.image_size // tower.patch_size)
+        side = num_patches // _MERGED * _MERGED * tower.patch_size
+        pixels = torch.randn(1, 3, side, side).numpy()
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]]).numpy()}
+    return inputs_of(kind, tower, (1, 1))
