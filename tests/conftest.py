@@ -10,9 +10,12 @@ takes a core for it. HTTP clients know one certificate: they would load the worl
 what they ask is here. They wait without a limit of their own, as all waits of tests do: a machine
 may be as busy as it likes, and what never comes is ended by the limit of the test.
 
-The garbage collector does not look at what is imported and collected before the first test: with
-ten thousand tests each look would take a second, and benchmarks look before they measure. What they
-freeze for the rest of their process would stay for the rest of the tests: it is not frozen.
+The garbage collector rests while modules are imported and tests collected, and does not look at
+these afterwards: with ten thousand tests each look would take a second, and benchmarks look before
+they measure. What they freeze for the rest of their process would stay for the rest of the tests:
+it is not frozen.
+
+The processes that work for engines are forked from one that has imported what they need.
 
 The option --record writes which tests have run.
 """
@@ -21,8 +24,11 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import hypothesis
@@ -30,6 +36,10 @@ import pytest
 from support.ports import free_port
 from support.record import Record
 from support.tls import CERTIFICATE
+
+from minisgl import subprocesses
+
+gc.disable()  # until the tests are collected
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +58,16 @@ for function in (
     *(getattr(httpx, name) for name in HTTP_FUNCTIONS),
 ):
     inspect.unwrap(function).__kwdefaults__["timeout"] = None
+
+
+def forked_worker(*args: Any, **options: Any) -> object:
+    from support.forked_workers import ForkedWorker  # imports torch
+
+    return ForkedWorker(*args, **options)
+
+
+forked = SimpleNamespace(Popen=forked_worker, PIPE=subprocess.PIPE)
+subprocesses.subprocess = forked  # type: ignore[assignment]
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -70,6 +90,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.freeze = lambda: None
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def started_workers() -> Iterator[None]:
+    """The processes that work for engines are started as those of users are."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subprocesses, "subprocess", subprocess)
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import hashlib
 import re
 from base64 import b64encode
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from starlette.requests import Request
@@ -47,8 +48,9 @@ class Page:
     policy: str
 
     @classmethod
+    @cache
     def read(cls, name: str) -> Page:
-        """Read a page of the assets. Blocks."""
+        """Read a page of the assets, once in a process. Blocks."""
         plain = _put_together(ASSETS / name)
         # Weak, because both encodings have it.
         etag = f'W/"{hashlib.sha256(plain).hexdigest()[:32]}"'

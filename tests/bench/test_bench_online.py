@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.forked_programs import minisgl
 from support.gated_runner import gated_server
+from support.quick_server import PlainServer
 from support.waiting import until
 from typer.testing import CliRunner
 
@@ -135,7 +136,7 @@ async def fake_server(**options: Any) -> AsyncIterator[Fake]:
     listener = config.bind_socket()
     listener.listen()  # or who asks before the server does so is refused
     fake.port = listener.getsockname()[1]
-    server = uvicorn.Server(config)
+    server = PlainServer(config)
     with without_signals(server):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:

@@ -21,6 +21,8 @@ from minisgl.grammar.source import MAX_BYTES, Source
 from minisgl.request import StructuredOutput
 from minisgl.subprocesses import send
 
+pytestmark = pytest.mark.usefixtures("started_workers")
+
 FIELD = "response_format.json_schema.schema"
 
 

@@ -24,6 +24,8 @@ from minisgl.images.checkpoint import CheckpointProcessor
 from minisgl.images.limits import MAX_PIXELS
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 
+pytestmark = pytest.mark.usefixtures("started_workers")
+
 DIGEST = bytes(32)
 
 

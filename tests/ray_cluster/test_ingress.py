@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of
+from support.quick_server import QuickServer
 from support.waiting import until
 
 from minisgl.config import EngineConfig
@@ -23,7 +24,7 @@ from minisgl.ray.ingress import create_ingress_app
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
 from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover, Offered
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Server, bind, http_settings
+from minisgl.server.process import bind, http_settings
 
 CHAT = "/v1/chat/completions"
 ASKED: Any = {"messages": HELLO, "max_tokens": 20, "seed": 3}
@@ -83,7 +84,7 @@ async def serving(
     config = ServerConfig(port=0, **options)
     engines = LocalEngines(engine, config)
     with bind(config) as listener:
-        server = Server(http_settings(create_ingress_app(engines, config)))
+        server = QuickServer(http_settings(create_ingress_app(engines, config)))
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url) as client:

@@ -28,6 +28,7 @@ from support.http_server import (
     serving_process,
     wait_for_health,
 )
+from support.quick_server import QuickServer
 from support.tls import CERTIFICATE, KEY
 from support.waiting import until
 
@@ -179,7 +180,7 @@ async def site(
     state = EngineState(ServerConfig(port=0, **options), engine)
     app = create_app(state)
     with bind(state.config) as listener:
-        server = Server(http_settings(app), state)
+        server = QuickServer(http_settings(app), state)
         server.server_state = connections = HeldConnections(max_open)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         await until(lambda: server.started)

@@ -20,6 +20,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import FAKE_SERVER, HELLO, error_of, running, session, wait_for_health
 from support.processes import check_running
+from support.quick_server import QuickServer
 from support.tls import CERTIFICATE, KEY, LOCKED_KEY, OTHER_KEY
 from support.waiting import LIMIT_S
 
@@ -29,7 +30,7 @@ from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.hosts import Hosts, hosts_of
-from minisgl.server.process import Server, ServerProcess, bind, http_settings
+from minisgl.server.process import ServerProcess, bind, http_settings
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": HELLO, "max_tokens": 2}
@@ -44,7 +45,7 @@ async def client(url: str = "http://localhost", **options: Any) -> AsyncIterator
     state = EngineState(config, FakeEngine())
     with bind(config) as listener:
         app = create_app(state, hosts_of(config, listener))
-        server = Server(http_settings(app, config.ssl_certfile, config.ssl_keyfile), state)
+        server = QuickServer(http_settings(app, config.ssl_certfile, config.ssl_keyfile), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         if config.uds:
             transport = httpx.AsyncHTTPTransport(uds=config.uds)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import httpx
 import pytest
 from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_engine import FakeEngine
+from support.forked_programs import Session, forked_session
 from support.http_server import http_client, serve, wait_for_health
 from support.waiting import LIMIT_S, until
 
@@ -117,22 +116,13 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
 
 
 @contextmanager
-def logging_server(port: int, *command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def logging_server(port: int, *command: str) -> Iterator[tuple[Session, str]]:
     """A serving process that logs all it can, and its URL."""
-    process = subprocess.Popen(
-        [sys.executable, *command, "--port", str(port)],
-        env={**os.environ, "LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
+    told = {"LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"}
+    with forked_session(*command, "--port", str(port), **told) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for_health(process, url, 200)
         yield process, url
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT_S)
 
 
 # One key for all, since the real client would not put it into a body.

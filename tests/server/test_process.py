@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from support.folders import SUPPORT
+from support.forked_programs import forked_session
 from support.http_server import (
     FAKE_SERVER,
     HELLO,
@@ -77,7 +78,7 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
     url = f"http://127.0.0.1:{port}"
     command = serve(tiny_model, port, "--api-key", "secret", "--cors-origin", ORIGIN)
     with (
-        running(*command) as process,
+        forked_session(*command) as process,
         httpx.Client(base_url=url) as client,
     ):
         wait_for_health(process, url, 503)
@@ -163,7 +164,7 @@ def test_no_child_process_outlives_the_server(
     tiny_model: Path, port: int, number: signal.Signals
 ) -> None:
     url = f"http://127.0.0.1:{port}"
-    with session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
+    with forked_session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
         wait_for_health(process, url, 200)
         asked = {**ENDLESS, "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=asked) as stream:

@@ -22,11 +22,14 @@ from minisgl.ranks.processes.channel import RankEnd
 from minisgl.ranks.processes.worker import RankSpec, run_rank
 from minisgl.runner import load
 
-# What ranks need, and the commands with an engine; also what these import only when they need it.
+# What ranks need, the commands with an engine, and the processes that work for engines; also what
+# these import only when they need it.
 PRELOADED = [
     run_rank.__module__,
     *("minisgl.bench.latency", "minisgl.bench.offline", "minisgl.bench.serve", "minisgl_cli.main"),
+    *("minisgl.grammar.checking", "minisgl.images.processor", "minisgl.text.rendering"),
     *("pydantic.type_adapter", "transformers.models.auto.tokenization_auto"),
+    *("transformers.utils.chat_template_utils", "jinja2"),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 from support.fake_runner import FakeDisk, FakeRunner, expected_output
+from support.quick_server import QuickServer
 
 from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine
@@ -140,7 +141,7 @@ async def served(
     """A server on the test's own loop, and its port. Audits the engine at the end."""
     state = EngineState(ServerConfig(port=0, api_key=api_key), engine, options)
     with bind(state.config) as listener:
-        server = Server(http_settings(wrap(create_app(state))), state)
+        server = QuickServer(http_settings(wrap(create_app(state))), state)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         yield server, listener.getsockname()[1]
         server.should_exit = True

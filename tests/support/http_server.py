@@ -19,6 +19,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.ports import free_port
 from support.processes import check_running
+from support.quick_server import QuickServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.config import EngineConfig
@@ -40,7 +41,7 @@ async def server_on(
     config = ServerConfig(port=0, **options)
     state = EngineState(config, engine, engine_options)
     with bind(config) as listener:
-        server = Server(http_settings(create_app(state)), state)
+        server = QuickServer(http_settings(create_app(state)), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         yield server, listener.getsockname()[1]
         server.should_exit = True

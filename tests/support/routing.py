@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from support.fake_engine import FakeEngine
+from support.quick_server import QuickServer
 
 from minisgl.router.app import create_router_app
 from minisgl.router.config import CACHE
@@ -34,7 +35,7 @@ class Replicas:
             config = ServerConfig(uds=path, **self._options)  # type: ignore[arg-type]
             state = EngineState(config, engine)  # type: ignore[arg-type]
             state.replica = str(index)
-            server = Server(http_settings(create_app(state)), state)
+            server = QuickServer(http_settings(create_app(state)), state)
             self._tasks.append(asyncio.ensure_future(server.serve(sockets=[bind(config)])))
             self._servers.append(server)
 
@@ -67,7 +68,7 @@ async def front(
     config = ServerConfig(port=0, **options)  # type: ignore[arg-type]
     with bind(config) as listener:
         app = create_router_app(fleet, config)
-        server = Server(http_settings(app, connection=RelayConnection))
+        server = QuickServer(http_settings(app, connection=RelayConnection))
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 import openai
+from support.quick_server import QuickServer
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -60,7 +61,7 @@ def served(
         engine = await start()
         state = EngineState(ServerConfig(port=0, **options), engine, engine_options)
         with bind(state.config) as listener:
-            server = Server(http_settings(create_app(state)), state)
+            server = QuickServer(http_settings(create_app(state)), state)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             ready.set_result(Served(url, engine, state, server, asyncio.get_running_loop()))
             await server.serve(sockets=[listener])

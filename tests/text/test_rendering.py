@@ -19,6 +19,8 @@ from minisgl.text.rendering import (
     render,
 )
 
+pytestmark = pytest.mark.usefixtures("started_workers")
+
 HELLO = [{"role": "user", "content": "Hello, ünïcödé 👍🏽!"}]
 
 

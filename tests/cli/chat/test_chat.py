@@ -18,7 +18,8 @@ import pytest
 import torch
 from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_chat_ui import FakeChatUI
-from support.forked_programs import minisgl
+from support.forked_programs import Terminal, minisgl
+from support.held_answers import held_main
 from support.screens import at_prompt, left
 from support.toy_chat_engine import FakeEngine, ToyTokenizer, decode
 
@@ -273,21 +274,6 @@ async def test_thinking_opened_by_the_template_is_recognized() -> None:
 # With one token a page, the cache's share can be told to the token.
 OPTIONS = ["chat", "--device", "cpu", "--page-size", "1"]
 COMMAND = ["-m", "minisgl", *OPTIONS]
-# Of an answer nothing comes after so many tokens until Ctrl-C ends it. The short ones end before.
-HELD_AFTER = 40
-HELD = f"""
-import asyncio, sys
-from minisgl.engine.stream import OutputStream
-take = OutputStream.__anext__
-async def held(stream):
-    if stream._num_taken >= {HELD_AFTER}:
-        await asyncio.Event().wait()
-    return await take(stream)
-OutputStream.__anext__ = held
-from minisgl_cli.main import main
-sys.argv[0] = "minisgl"
-sys.exit(main())
-"""
 CTRL_C = "\x03"
 
 
@@ -340,29 +326,38 @@ def test_the_banner_shows_the_number_of_cpu_threads(
     assert device_name("cpu") == name
 
 
-def started(state: Path, program: str = HELD, *arguments: str, **environment: str) -> pexpect.spawn:
-    """`minisgl chat` in a terminal that does not tell where its cursor is."""
+def terminal_of(state: Path, **environment: str) -> dict[str, str]:
+    """The environment of `minisgl chat` in a terminal that does not tell where its cursor is."""
+    own = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)}
+    return {**os.environ, **own, **environment}
+
+
+DIMENSIONS = (50, 200)
+
+
+def started(state: Path, **environment: str) -> pexpect.spawn:
+    """`minisgl chat` in a terminal, as a user starts it."""
     return pexpect.spawn(
         sys.executable,
-        ["-c", program, *OPTIONS, *arguments],
-        env={
-            **os.environ,
-            "TERM": "xterm",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-            "XDG_STATE_HOME": str(state),
-            **environment,
-        },
+        [*COMMAND],
+        env=terminal_of(state, **environment),
         encoding="utf-8",
         codec_errors="replace",
-        dimensions=(50, 200),
+        dimensions=DIMENSIONS,
         timeout=None,
     )
 
 
+def forked(state: Path, *arguments: str) -> Terminal:
+    """`minisgl chat` in a terminal, whose long answers do not end before Ctrl-C."""
+    environment = terminal_of(state)
+    return Terminal(held_main, *OPTIONS, *arguments, environment=environment, dimensions=DIMENSIONS)
+
+
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
     """`minisgl chat` at its first prompt."""
-    child = started(tmp_path)
+    child = forked(tmp_path)
     child.expect_exact(DEMO_NOTE)
     child.expect("Ctrl-D leaves")
     at_prompt(child)
@@ -370,7 +365,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     child.close(force=True)
 
 
-def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
+def stop_an_answer(terminal: Terminal) -> tuple[int, int]:
     """How many tokens of the prompt were cached, and how many it has."""
     terminal.send("Count from 1 to 99.\r")
     # The prompt has given the terminal back and the answer has begun.
@@ -383,7 +378,7 @@ def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
     return num_cached, num_prompt
 
 
-def test_a_conversation_works_in_a_real_terminal(terminal: pexpect.spawn) -> None:
+def test_a_conversation_works_in_a_real_terminal(terminal: Terminal) -> None:
     _, num_prompt = stop_an_answer(terminal)
     num_cached, num_second_prompt = stop_an_answer(terminal)
     assert num_second_prompt > num_cached >= num_prompt
@@ -416,9 +411,7 @@ def test_a_conversation_works_in_a_real_terminal(terminal: pexpect.spawn) -> Non
     assert left(terminal) == 0
 
 
-def test_enter_typed_between_two_prompts_ends_a_line(
-    terminal: pexpect.spawn, tmp_path: Path
-) -> None:
+def test_enter_typed_between_two_prompts_ends_a_line(terminal: Terminal, tmp_path: Path) -> None:
     """Between two prompts the terminal must not translate Enter to Ctrl-J."""
     file = tmp_path / "long.json"
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -467,12 +460,7 @@ def test_a_terminal_of_few_characters_shows_the_others_as_question_marks(tmp_pat
 
 
 def test_an_answer_that_is_cut_in_a_pipe_is_exit_code_1() -> None:
-    result = subprocess.run(
-        [sys.executable, *COMMAND, "--max-tokens", "2"],
-        input="Hello!\n",
-        capture_output=True,
-        text=True,
-    )
+    result = minisgl(*OPTIONS, "--max-tokens", "2", input="Hello!\n")
     assert result.returncode == 1, result.stderr
     assert "cut at the limit" in result.stderr
     assert "Hello!".startswith(result.stdout.strip()[:6])
@@ -480,13 +468,8 @@ def test_an_answer_that_is_cut_in_a_pipe_is_exit_code_1() -> None:
 
 def test_a_question_of_the_command_line_is_answered_once() -> None:
     """It is never a command, and nothing is read."""
-    result = subprocess.run(
-        [sys.executable, *COMMAND, "--temperature", "0", "/help"],
-        input="Count from 1 to 99.\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = minisgl(*OPTIONS, "--temperature", "0", "/help", input="Count from 1 to 99.\n")
+    assert result.returncode == 0, result.stderr
     assert result.stdout.count("\n") == 1 and "/retry" not in result.stdout
 
 
@@ -507,7 +490,7 @@ def test_an_adapter_answers_the_question_of_the_command_line(tmp_path: Path) -> 
 
 
 def test_a_question_of_the_command_line_is_answered_in_a_terminal(tmp_path: Path) -> None:
-    child = started(tmp_path, HELD, "Hello!")
+    child = forked(tmp_path, "Hello!")
     child.expect("How can I help you")
     child.expect(r"\d+ tokens ")
     assert left(child) == 0
@@ -515,7 +498,7 @@ def test_a_question_of_the_command_line_is_answered_in_a_terminal(tmp_path: Path
 
 
 def test_ctrl_c_ends_the_only_answer(tmp_path: Path) -> None:
-    child = started(tmp_path, HELD, "Count from 1 to 99.")
+    child = forked(tmp_path, "Count from 1 to 99.")
     child.expect("1, 2, 3")
     child.send(CTRL_C)
     assert left(child) == 130
