@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
+from support.image_cases import GEMMA_3, GEMMA_4, LLAVA, QWEN, QWEN_3_VL, image_case, submitted
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
@@ -22,6 +22,7 @@ from minisgl.engine import AsyncEngine, startup
 from minisgl.engine.image_proof import proven
 from minisgl.errors import InvalidRequestError
 from minisgl.models import qwen_vl
+from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import SEEING, Sight
 from minisgl.models.towers.tower import Tower
@@ -38,7 +39,7 @@ def setup_of(architecture: str) -> Setup:
     return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS])
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4])
 def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
@@ -84,6 +85,7 @@ def _as_text(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
 
 _rope_positions = positions.rope_positions
 _init, _add = SeeingModel.__init__, SeeingModel._add
+_init_both = BothWaysModel.__init__
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "positions in one direction": (Pictured, "rope", _one_direction),
@@ -103,6 +105,17 @@ OF_DEEP: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda self, number, *others: _add(self, 1 - number, *others),
     ),
 }
+OF_BOTH_WAYS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no later rows": (BothWaysModel, "_told", lambda self, attention, last_seen: attention),
+    "cut by chunks": (Pictured, "chunk_end", lambda self, end: end),
+}
+OF_WINDOWS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "in all layers": (
+        BothWaysModel,
+        "__init__",
+        lambda self, *args, **_: _init_both(self, *args, only_windowed=False),
+    ),
+}
 OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "another row": (SeenEmbedding, "forward", _next_row),
     "no row": (SeenEmbedding, "forward", _as_text),
@@ -115,12 +128,14 @@ OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         *((QWEN, mistake) for mistake in MISTAKES | OF_ALL),
         *((LLAVA, mistake) for mistake in OF_ALL),
         *((QWEN_3_VL, mistake) for mistake in OF_DEEP | MISTAKES),
+        *((GEMMA_3, mistake) for mistake in OF_BOTH_WAYS),
+        *((GEMMA_4, mistake) for mistake in OF_BOTH_WAYS | OF_WINDOWS),
     ],
 )
 def test_a_mistake_fails_the_proof(
     architecture: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP)[mistake])
+    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP | OF_BOTH_WAYS | OF_WINDOWS)[mistake])
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, str), "the proof finds nothing"
     assert found.sight.startswith(f"{architecture} does not see here as it does in transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -16,6 +17,7 @@ import torch
 import transformers
 from support.adopted_checkpoints import write_checkpoint_with_towers
 from support.checkpoints import load_reference
+from support.gemma_checkpoints import TEXT, TOWER
 from support.parity import NOISE, load_engine
 from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
@@ -83,6 +85,31 @@ def lined_picture(config: Any, seed: int) -> Picture:
     return picture(inputs, lines * places, grid=(1, lines, places))
 
 
+def placed_picture(config: Any, seed: int) -> Picture:
+    """A picture of patches with their places, each of another shape, with some that fill up."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    side = tower.pooling_kernel_size
+    grid = np.indices((lines * side, places * side))[::-1].reshape(2, -1).T
+    where = np.full((1, 7 * side**2, 2), -1)
+    where[0, : len(grid)] = grid
+    pixels = torch.rand((1, where.shape[1], 3 * tower.patch_size**2), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "image_position_ids": where}
+    return picture(inputs, lines * places)
+
+
+def write_placed(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = TEXT | {"vocab_size": 97, "vocab_size_per_layer_input": 97, "sliding_window": 5}
+    text |= {"use_bidirectional_attention": "vision"}
+    tower = TOWER | {"patch_size": 4}
+    config = made.config_class(
+        text_config=text, vision_config=tower, audio_config=None, image_token_id=PLACEHOLDER
+    )
+    return _saved(made, config, folder)
+
+
 def write_square(architecture: str, folder: Path) -> Path:
     return write_checkpoint_with_towers(architecture, folder, PLACEHOLDER)
 
@@ -139,10 +166,13 @@ def _saved(made: Any, config: Any, folder: Path) -> Path:
 
 LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 QWEN_3_VL = "Qwen3VLForConditionalGeneration"
+GEMMA_3, GEMMA_4 = "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"
 WRITERS: dict[str, tuple[Any, Any]] = {
     LLAVA: (write_square, square_picture),
     **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
     **dict.fromkeys(qwen_vl.READERS, (write_vl, lined_picture)),
+    GEMMA_3: (write_square, square_picture),
+    GEMMA_4: (write_placed, placed_picture),
 }
 
 
@@ -182,15 +212,19 @@ def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Aske
     with torch.no_grad():
         for _ in range(NUM_TOKENS):
             these = torch.tensor([tokens])
-            kinds = {}
-            if "image_grid_thw" in given:
-                kinds["mm_token_type_ids"] = (these == PLACEHOLDER).int()
+            kinds = {name: (these == PLACEHOLDER).int() for name in _kinds_of(reference)}
             # Sampled placeholders are no images.
             row = reference(input_ids=these, **given, **kinds, use_cache=False).logits[0, -1]
             row[PLACEHOLDER] = -torch.inf
             logits.append(row)
             tokens.append(int(row.argmax()))
     return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+
+
+def _kinds_of(reference: Any) -> set[str]:
+    """The arguments by which a model is told rows from text."""
+    takes = inspect.signature(reference.forward).parameters
+    return {"token_type_ids", "mm_token_type_ids"} & takes.keys()
 
 
 @cache

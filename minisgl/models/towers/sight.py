@@ -25,6 +25,13 @@ BY_LINES: dict[str, tuple[int, int, int]] = {
 _IN_TURN = frozenset((*qwen3_5.WITH_TOWER, "Qwen3VLForConditionalGeneration"))
 
 
+class BothWays(enum.Enum):
+    """Where the rows of an image see those behind them, too."""
+
+    ALL = "in all layers"
+    WINDOWED = "in layers with a window"
+
+
 class Kind(enum.Enum):
     """What a tower takes of an image."""
 
@@ -33,11 +40,14 @@ class Kind(enum.Enum):
     ANYRES = "the whole and its tiles, and the size of the image"
     SIZED = "all of its pixels, and their size"
     LINES = "patches, and how many lines of how many"
+    PLACED = "patches, and where each is"
 
 
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
 SEEING: dict[str, Kind] = {
     **dict.fromkeys(BY_LINES, Kind.LINES),
+    "Gemma3ForConditionalGeneration": Kind.SQUARE,
+    "Gemma4ForConditionalGeneration": Kind.PLACED,
     "GotOcr2ForConditionalGeneration": Kind.SQUARE,
     "Idefics3ForConditionalGeneration": Kind.TILES,
     "InternVLForConditionalGeneration": Kind.SQUARE,
@@ -65,6 +75,8 @@ class Sight:
     # Which position rotates each pair of a head, where positions are counted in three directions: 0
     # that by frame, 1 that by line, 2 that within a line; empty: there is one position.
     axes: tuple[int, ...] = ()
+    both_ways: BothWays | None = None  # None: a row sees those before it
+    pad: int = 0  # the id that rows have in embeddings of each layer
 
 
 def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sight | str:
@@ -86,6 +98,9 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
     axes = _axes(names[0], text)
     if axes and options.dp_attention:
         return "with --dp-attention it counts positions in one direction"
+    both_ways = _both_ways(names[0], text)
+    if both_ways is not None and options.dp_attention:
+        return "with --dp-attention the rows of an image see no later ones"
     deep = (fields.values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
     if len(deep) >= model.num_layers // options.pp:
         return f"with --pp {options.pp} the first stage has too few layers"
@@ -95,7 +110,16 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
         placeholder=int(placeholders[0]),
         row_size=(1 + len(deep)) * model.hidden_size,
         axes=axes,
+        both_ways=both_ways,
+        pad=text.get("pad_token_id") or 0,
     )
+
+
+def _both_ways(architecture: str, text: Mapping[str, Any]) -> BothWays | None:
+    """text: the config of the text part."""
+    if architecture == "Gemma3ForConditionalGeneration":
+        return BothWays.ALL
+    return BothWays.WINDOWED if text.get("use_bidirectional_attention") == "vision" else None
 
 
 def _axes(architecture: str, text: Mapping[str, Any]) -> tuple[int, ...]:
