@@ -135,6 +135,7 @@ def write_vl(architecture: str, folder: Path) -> Path:
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
         **({"head_dim": 16} if is_3 else {}),
+        **(EXPERTS if "Moe" in architecture else {}),
     }
     tower = LINED | ({"deepstack_visual_indexes": [0, 1], "depth": 2} if is_3 else {})
     if architecture == "Qwen2VLForConditionalGeneration":
