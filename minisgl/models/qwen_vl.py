@@ -10,6 +10,7 @@ from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.llama import read_qwen2, read_qwen3, read_qwen3_moe
 from minisgl.models.text_part import text_part
 
+
 def _read_mixture(fields: Fields, architecture: str) -> NativeConfig:
     """Unlike in Qwen3-MoE, the weights of a token's experts always add up to 1."""
     if fields.values.get("norm_topk_prob") is None:

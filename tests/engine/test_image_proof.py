@@ -49,7 +49,8 @@ def test_models_that_see_are_shown_to(architecture: str) -> None:
 # One of each kind of inputs; ARCHITECTURES=all runs all of them.
 PUBLISHED = (
     *("Idefics3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
-    "LlavaNextForConditionalGeneration",
+    *("LlavaNextForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+    *("Cohere2VisionForConditionalGeneration", "Gemma4ForConditionalGeneration"),
 )
 TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISHED
 
@@ -58,6 +59,8 @@ TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISH
 def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path: Path) -> None:
     config = getattr(transformers, architecture).config_class()
     config.architectures = [architecture]
+    if architecture == GEMMA_4:  # by default it has no tower
+        config.vision_config = transformers.Gemma4VisionConfig()
     config.save_pretrained(tmp_path)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
     options |= {"load_format": "dummy", "max_seq_len_override": 128}

@@ -26,11 +26,11 @@ from support.image_cases import (
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
-from minisgl.models import qwen_vl
+from minisgl.models import lfm2, qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 
-FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4)
+FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
-from minisgl.models import qwen3_5, qwen_vl
+from minisgl.models import lfm2, qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
@@ -110,6 +110,40 @@ def write_placed(architecture: str, folder: Path) -> Path:
     return _saved(made, config, folder)
 
 
+def patched_picture(config: Any, seed: int) -> Picture:
+    """A picture of patches, each of another shape, with room for more."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    sizes = np.array([[2 * lines, 2 * places]])
+    mask = np.arange(28)[None] < sizes.prod()
+    pixels = torch.randn((*mask.shape, 3 * tower.patch_size**2), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "pixel_attention_mask": mask}
+    return picture(inputs | {"spatial_shapes": sizes}, lines * places)
+
+
+def write_patched(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "max_position_embeddings": 512,
+    }
+    tower = TOWER | {"patch_size": 4, "num_patches": 16}
+    config = made.config_class(
+        text_config=text | {"model_type": "lfm2"},
+        vision_config=tower | {"model_type": "siglip2_vision_model"},
+        image_token_id=PLACEHOLDER,
+        projector_hidden_size=48,
+    )
+    return _saved(made, config, folder)
+
+
 def write_square(architecture: str, folder: Path) -> Path:
     return write_checkpoint_with_towers(architecture, folder, PLACEHOLDER)
 
@@ -174,6 +208,7 @@ WRITERS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(qwen_vl.READERS, (write_vl, lined_picture)),
     GEMMA_3: (write_square, square_picture),
     GEMMA_4: (write_placed, placed_picture),
+    lfm2.WITH_TOWER: (write_patched, patched_picture),
 }
 
 

@@ -31,7 +31,9 @@ RENAMED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
-    AriaForConditionalGeneration DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
+    AriaForConditionalGeneration AyaVisionForConditionalGeneration
+    Cohere2VisionForConditionalGeneration
+    DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
     Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
     Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config import ResolvedConfig
-from minisgl.models import qwen3_5
+from minisgl.models import lfm2, qwen3_5
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 
@@ -42,6 +42,7 @@ class Kind(enum.Enum):
     SIZED = "all of its pixels, and their size"
     LINES = "patches, and how many lines of how many"
     PLACED = "patches, and where each is"
+    PATCHED = "patches of tiles, which of them are there, and in how many lines"
 
 
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
@@ -49,8 +50,11 @@ SEEING: dict[str, Kind] = {
     **dict.fromkeys(BY_LINES, Kind.LINES),
     "Gemma3ForConditionalGeneration": Kind.SQUARE,
     "Gemma4ForConditionalGeneration": Kind.PLACED,
+    "AyaVisionForConditionalGeneration": Kind.SQUARE,
+    "Cohere2VisionForConditionalGeneration": Kind.SQUARE,
     "GotOcr2ForConditionalGeneration": Kind.SQUARE,
     "Idefics3ForConditionalGeneration": Kind.TILES,
+    lfm2.WITH_TOWER: Kind.PATCHED,
     "InternVLForConditionalGeneration": Kind.SQUARE,
     "LightOnOcrForConditionalGeneration": Kind.SIZED,
     "LlavaForConditionalGeneration": Kind.SQUARE,

@@ -123,6 +123,8 @@ def _small_config(sight: Sight) -> Any:
             text.hidden_size = text.num_attention_heads * head_dim
         else:
             text.head_dim = head_dim
+    if hasattr(text, "logit_scale"):  # the code of some wholes leaves it out; tokens are the same
+        text.logit_scale = 1.0
     if hasattr(config, "mm_tokens_per_image"):
         config.mm_tokens_per_image = 4
     config.text_config = text
@@ -226,6 +228,14 @@ def _placed(tower: Any, shape: tuple[int, int]) -> _Made:
     return {"pixel_values": pixels, "image_position_ids": where}, None
 
 
+def _patched(tower: Any, shape: tuple[int, int]) -> _Made:
+    """With a place for a patch more than there are."""
+    sizes = np.array([[2 * each for each in shape]])  # of whose patches four make a row
+    mask = np.arange(sizes.prod() + 4)[None] < sizes.prod()
+    pixels = torch.randn(*mask.shape, tower.num_channels * tower.patch_size**2).numpy()
+    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": sizes}, None
+
+
 _KINDS: dict[Kind, Callable[[Any, tuple[int, int]], _Made]] = {
     Kind.SQUARE: _square,
     Kind.TILES: _tiles,
@@ -233,4 +243,5 @@ _KINDS: dict[Kind, Callable[[Any, tuple[int, int]], _Made]] = {
     Kind.ANYRES: _anyres,
     Kind.LINES: _by_lines,
     Kind.PLACED: _placed,
+    Kind.PATCHED: _patched,
 }
