@@ -68,6 +68,14 @@ def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path:
     assert isinstance(found.sight, Sight), found.sight
 
 
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA_4])
+def test_ranks_that_divide_requests_take_no_images(architecture: str) -> None:
+    folder = str(image_case(architecture).folder)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
+    setup = read_setup(EngineConfig(model=folder, tp=2, dp_attention=True, **options))
+    assert isinstance(setup.sight, str) and setup.sight.startswith("with --dp-attention ")
+
+
 def _one_direction(self: Pictured, start: int, end: int) -> Any:
     return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start))
 

@@ -47,6 +47,7 @@ TOWERS = frozenset(
 _RECURRENT = "its layers keep a state instead of keys and values"
 _OWN_ATTENTION = "its attention has implementations of its own, and takes no other"
 _BIASES = "it attends with biases by distance (ALiBi)"
+_DIRECTIONS = "its code counts positions in three directions"
 _SPARSE = "its attention chooses the tokens that it reads"
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
@@ -59,6 +60,13 @@ REFUSED = {
         RwkvForCausalLM ZambaForCausalLM Zamba2ForCausalLM xLSTMForCausalLM
         """.split(),
         _RECURRENT,
+    ),
+    **dict.fromkeys(
+        """
+        Glm46VForConditionalGeneration Glm4vForConditionalGeneration
+        Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration
+        """.split(),
+        _DIRECTIONS,
     ),
     "BloomForCausalLM": _BIASES,
     "MptForCausalLM": _BIASES,
