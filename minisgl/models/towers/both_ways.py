@@ -17,6 +17,7 @@ from minisgl.attention.base import (
     ForwardBatch,
     PrefillBatch,
 )
+from minisgl.attention.declaration import is_installed
 from minisgl.attention.state import LayerState
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.models.decoder import Decoder, Taps
@@ -34,7 +35,7 @@ class BothWaysModel(AroundDecoder):
         # [num_chunk_rows] int32: the last position that each row sees, its own or a later one.
         self.last_seen: Tensor | None = None
         self._backend: Any = TorchAttention()
-        if device.type == "cuda":
+        if device.type == "cuda" and is_installed("triton"):
             from minisgl.attention.triton_attention import TritonAttention
 
             self._backend = TritonAttention()
