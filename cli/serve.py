@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 
 from minisgl.config import EngineConfig
 from minisgl.ray.config import RayConfig
@@ -36,6 +37,8 @@ def serve(
       minisgl serve Qwen/Qwen3-8B --replicas 4          an engine on each of four GPUs
     """
     engine = of_model(engine, named)
+    if server.images == "refuse":  # the tower would take memory for nothing
+        engine = replace(engine, image_rows=0)
     set_up_logging()
     logging.getLogger("minisgl.cli").info("minisgl is loading its libraries")
     if ray.ray:

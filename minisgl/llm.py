@@ -25,6 +25,7 @@ from minisgl.engine.chats import Chats
 from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
+from minisgl.engine.weights import InFlight, NamedTensors
 from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.images.prompt import Prompt as ChatPrompt
@@ -388,6 +389,29 @@ class LLM:
         MinisglError."""
         self._wait_for(self.engine.adapters.unload(name))
 
+    def update_weights(
+        self,
+        tensors: NamedTensors,
+        *,
+        version: str | None = None,
+        partial: bool = False,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        """Replace the weights in place by tensors with the checkpoint's names, such as those of
+        `model.state_dict()`; returns their version, by default a random name.
+
+            llm.update_weights(trained.state_dict(), version="step 10")
+
+        All names, dtypes and shapes are checked before anything changes. partial: the weights that
+        are not given stay. in_flight: requests that have begun "keep" the KV of the old weights,
+        "recompute" it, or "abort". No cached prefix outlives its weights. Raises MinisglError;
+        where a number is not finite, the model answers nothing until another update succeeds.
+        """
+        update = self.engine.weights.update
+        return self._wait_for(
+            update(tensors, version=version, partial=partial, in_flight=in_flight)
+        )
+
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""
         if os.getpid() != self._process_id:
@@ -540,8 +564,6 @@ class LLM:
 
     def _adapter(self, lora: str | None) -> tuple[Extra, ...]:
         """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
-        if not isinstance(lora, str | None):
-            raise InvalidRequestError("lora", "must be the name of an adapter.")
         return () if lora is None else (self.engine.adapter(lora),)
 
     async def _run(

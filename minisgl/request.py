@@ -533,7 +533,7 @@ class OutputDelta:
     num_output_tokens: int  # in total, this delta included
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     # Only of an answer that is parsed; its `text` is the content alone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -606,13 +607,17 @@ def test_vectors_are_of_the_adapter_that_is_named(
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "me/Other\n"
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(tmp_path, later := tmp_path / "later", ignore=shutil.ignore_patterns("later"))
     lora, ids = f"one={tmp_path}", [*range(3, 20)]
     with LLM(device="cpu", dtype="float32", task="embed", lora=(lora,)) as llm:
         [own], [adapted] = llm.embed(ids), llm.embed(ids, lora="one")
         with pytest.raises(InvalidRequestError, match=r"^lora: there is no adapter two"):
             llm.embed(ids, lora="two")
+        llm.load_lora("two", later)
     told = [each.message for each in caplog.records if each.levelname == "WARNING"]
-    assert told == [r"--lora one was trained for 'me/Other\n', not for demo"]
+    assert told == [
+        rf"The adapter {name} was trained for 'me/Other\n', not for demo" for name in ("one", "two")
+    ]
     wanted = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
     found = torch.tensor([own.vector, adapted.vector])
     alike = torch.cosine_similarity(found, wanted[None])

@@ -151,8 +151,8 @@ class EngineConfig:
     )
     whole_pages: bool = memory_option(
         False,
-        "Keep what is behind sliding windows in the KV cache, too: engines that exchange pages "
-        "need it, and --roles gives it.",
+        "Keep what is behind sliding windows in the KV cache, too: then engines with --roles "
+        "exchange pages straight from GPU to GPU.",
     )
     state_cache: float | None = memory_option(
         None,

@@ -310,7 +310,7 @@ def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int
     asked for, or that the arithmetic does not count."""
     has_windows = any(spec.window is not None for spec in model.attention)  # not counted
     decodes = config.task not in ("embed", "rerank")
-    beside = config.host_cache or config.speculative is not None
+    beside = config.whole_pages or config.speculative is not None
     return decodes and not beside and not has_windows and config.max_running_requests >= num_ranks
 
 
@@ -634,8 +634,6 @@ def _resolve_windows(
     elif config.host_cache and not sizes.page_bytes(specs).full:
         reason = "--host-cache needs layers without a window in this model"
         notes.append(f"pages behind sliding windows are kept: {reason}")
-    elif any(spec.window for spec in model.draft_layers):
-        notes.append("pages behind sliding windows are kept: the draft model has windows, too")
     elif num_pages and sizes.pages_for(num_slots) >= num_pages:
         notes.append("pages behind sliding windows are kept: the KV cache is too small to gain")
     else:

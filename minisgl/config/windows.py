@@ -39,9 +39,10 @@ class WindowSizes:
         num_stages: int,
         max_run: int,
     ) -> WindowSizes | None:
-        """None if no layer has a window shorter than the longest sequence. max_run: of a decode row
-        in a step."""
-        windows = [spec.window for spec in model.attention if spec.window is not None]
+        """None if no layer of the model itself has a window shorter than the longest sequence: for
+        layers that draft it makes no second kind of pages. max_run: of a decode row in a step."""
+        layers = (spec for spec in model.layers if isinstance(spec, AttentionSpec))
+        windows = [spec.window for spec in layers if spec.window is not None]
         windows = [window for window in windows if window < max_seq_len]
         if not windows:
             return None

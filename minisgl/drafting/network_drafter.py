@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import BatchSlots, DecodeBatch, ForwardBatch, PrefillBatch
-from minisgl.attention.state import LayerState
+from minisgl.attention.state import LayerState, PagedKV
 from minisgl.config import LayerSpec
 from minisgl.drafting.drafter import DraftStep, Draw
 from minisgl.drafting.networks.network import Drafted, DraftNetwork
@@ -75,7 +75,9 @@ class NetworkDrafter:
         num_rows = num_drafts - len(found)
         if not num_rows:
             return torch.stack(found, dim=1).int()
-        rows = _Ahead(step, slots, lengths, num_rows, self._rank)
+        kvs = (each for each in self._states(step) if isinstance(each, PagedKV))
+        window_table = state.window_table if any(kv.windowed for kv in kvs) else None
+        rows = _Ahead(step, slots, lengths, num_rows, self._rank, window_table)
         token_ids = found[0] if found else state.last_tokens[slots].long()
         for place in range(num_rows):
             batch, hidden = rows.batch(place, token_ids), rows.placed(drafted.hidden)
@@ -95,8 +97,15 @@ class _Ahead:
     A row whose position has no page is one of the scratch slot."""
 
     def __init__(
-        self, step: DraftStep, slots: Tensor, lengths: Tensor, num_rows: int, rank: int
+        self,
+        step: DraftStep,
+        slots: Tensor,
+        lengths: Tensor,
+        num_rows: int,
+        rank: int,
+        window_table: Tensor | None = None,
     ) -> None:
+        """window_table: that of the state, if layers that draft have pages of windowed layers."""
         state, batch = step.state, step.batch
         columns = state.page_table.shape[1]
         positions = lengths + torch.arange(num_rows, device=slots.device)[:, None]
@@ -113,10 +122,15 @@ class _Ahead:
         of_rows, positions = slots.where(is_row, state.scratch_slot), positions.where(is_row, 0)
         self._rows = [Rows.of(*rows) for rows in zip(of_rows, positions, strict=True)]
         self._own = [rows.part(own) for rows in self._rows]
-        mapping = slot_mapping_of(state.page_table, of_rows, positions, state.page_size)
-        self._mapping, slots = mapping[:, own], slots[own]
+        slots = slots[own]
+
+        def of(table: Tensor) -> tuple[Tensor, Tensor]:
+            mapping = slot_mapping_of(table, of_rows, positions, state.page_size)
+            return mapping[:, own], table[slots]
+
         self._lengths = (positions + is_row).int()[:, own]
-        self._page_table = state.page_table[slots]
+        self._mapping, self._page_table = of(state.page_table)
+        self._windowed = None if window_table is None else of(window_table)
         ends = [
             start + n for start, n in zip(batch.chunks.starts, batch.chunks.lengths, strict=True)
         ]
@@ -129,7 +143,7 @@ class _Ahead:
     def batch(self, place: int, token_ids: Tensor) -> ForwardBatch:
         """The rows at the position `place` after the lengths, with these tokens [num_slots]."""
         decodes = DecodeBatch(self._page_table, self._lengths[place], self._longest)
-        return ForwardBatch(
+        batch = ForwardBatch(
             token_ids=self._placed(token_ids).clamp(min=0),
             rows=self._rows[place],
             own=self._own[place],
@@ -139,6 +153,11 @@ class _Ahead:
             slots=self._batch_slots,
             shares=() if self._ranks is None else self._ranks.shares,
         )
+        if self._windowed is None:
+            return batch
+        mapping, table = self._windowed
+        decodes = replace(decodes, page_table=table)
+        return replace(batch, windowed=replace(batch, slot_mapping=mapping[place], decodes=decodes))
 
     def placed(self, hidden: Tensor | None) -> Tensor | None:
         """What is `hidden` of each slot as the rows have it."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.startup import Loaded
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
-from minisgl.lora.files import AdapterError
+from minisgl.lora.files import AdapterError, AdapterFacts
 from minisgl.parts.adapters.host import Adapted, Adapters
 from minisgl.scheduler.scheduler import Scheduler
 
 MAX_NAME_CHARS = 256
+logger = logging.getLogger(__name__)
 
 
 class AdapterExistsError(InvalidRequestError):
@@ -44,10 +47,10 @@ class LoadedAdapters(dict[str, Adapted]):
         parts = (part for part in scheduler.parts if isinstance(part, Adapters))
         self._part = next(parts, None)
         self._delivery, self._check_open, self._wake = delivery, check_open, wake
-        digests = {} if self._reader is None else self._reader.digests
+        self._model = loaded.model_name
         self._numbers = itertools.count()
-        for (name, digest), number in zip(digests.items(), self._numbers, strict=False):
-            self[name] = Adapted(number, digest)
+        for name, facts in ({} if self._reader is None else self._reader.first).items():
+            self._add(name, next(self._numbers), facts)
         self._changing = asyncio.Lock()
 
     @property
@@ -97,9 +100,11 @@ class LoadedAdapters(dict[str, Adapted]):
         assert self._reader is not None, "there is room"
         number = next(self._numbers)
         try:
-            digest = await asyncio.to_thread(self._reader.read, number, folder, root)
+            facts = await asyncio.to_thread(self._reader.read, number, folder, root)
             self._check_open()
-            if self.setdefault(name, Adapted(number, digest)).kv_of != digest:
+            if name not in self:
+                self._add(name, number, facts)
+            elif self[name].kv_of != facts.digest:
                 reason = f"{name} is another adapter; unload that first, or give another name"
                 raise AdapterExistsError("lora", f"{reason}; {self.loaded}")
         except AdapterError as error:
@@ -109,11 +114,19 @@ class LoadedAdapters(dict[str, Adapted]):
                 part.unload(number, ())
                 self._wake()
 
+    def _add(self, name: str, number: int, facts: AdapterFacts) -> None:
+        self[name] = Adapted(number, facts.digest)
+        logger.info("Loaded the adapter %s", name)
+        base, own = facts.base, self._model
+        if base and Path(base).name.lower() != Path(own).name.lower():
+            logger.warning("The adapter %s was trained for %.200r, not for %s", name, base, own)
+
     async def _unload(self, name: str) -> None:
         self._check_open()
         if self._part is None or not isinstance(name, str) or name not in self:
             raise ModelNotFoundError(f"There is no adapter {name!r:.80}; {self.loaded}")
         adapted = self.pop(name)
+        logger.info("Unloaded the adapter %s", name)
         requests = (stream.request for stream in self._delivery.streams.values())
         self._part.unload(
             adapted.number, [each for each in requests if each.extra(Adapted) == adapted]

@@ -23,6 +23,7 @@ from minisgl.engine.startup import Loaded, load, scheduler_of
 from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vectors import Vectors
+from minisgl.engine.weights import Weights
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
 from minisgl.images.prompt import Prompt
@@ -68,8 +69,11 @@ class AsyncEngine:
         self.adapters = LoadedAdapters(
             loaded, self._scheduler, self._delivery, self._open_intake, self._steps.wake
         )
+        self.weights = Weights(
+            loaded, self._scheduler, self._delivery, self._steps, self._refuse, self._open_intake
+        )
         self._ranks = loaded.ranks
-        self._refusal: str | None = None  # why new requests are refused
+        self._refusal: MinisglError | None = None  # why new requests are refused
         self._closing: asyncio.Future[None] | None = None
 
     @classmethod
@@ -155,8 +159,13 @@ class AsyncEngine:
         if self.failure is not None:
             raise EngineStoppedError(f"The engine has failed: {self.failure}")
         if self._refusal is not None:
-            raise EngineStoppedError(self._refusal)
+            raise self._refusal.with_traceback(None)
         return self._intake
+
+    def _refuse(self, reason: MinisglError | None) -> None:
+        """Refuse new requests, or take them again, as long as the engine does not stop."""
+        if not isinstance(self._refusal, EngineStoppedError):
+            self._refusal = reason
 
     def adapter(self, name: str) -> Extra:
         """What asks for an adapter, among the extras of a request. Raises InvalidRequestError."""
@@ -322,7 +331,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         await self._intake.drain(timeout_s, stopped)
-        self._refusal = self._refusal or f"{reason} It takes no more requests."
+        self._refuse(EngineStoppedError(f"{reason} It takes no more requests."))
         await self._delivery.drain(deadline - loop.time(), stopped)
 
     async def close(self) -> None:

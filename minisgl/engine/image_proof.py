@@ -21,6 +21,7 @@ from minisgl.config import EngineConfig
 from minisgl.errors import UnsupportedModelError, in_one_line
 from minisgl.images.picture import Span, with_pictures
 from minisgl.models.config import NativeConfig
+from minisgl.models.text_part import LEFT_OUT
 from minisgl.models.towers.small import PLACEHOLDER, SmallModel, quiet
 from minisgl.models.towers.tower import check_weights
 from minisgl.parts.images.host import Pictured
@@ -69,11 +70,22 @@ def proven(setup: Setup, make: Make) -> Setup:
         why = f"{sight.architecture} does not see here as it does in transformers: {why}"
         return _noted(replace(setup, sight=why.rstrip(".")), f"images: none, since {why}")
     took = time.monotonic() - began
+    notes = filter(None, map(_with_tower, setup.model.notes))
+    setup = replace(setup, model=replace(setup.model, notes=(*notes,)))
     return _noted(setup, f"images: shown to be seen as in transformers in {took:.1f} s")
 
 
 def _noted(setup: Setup, note: str) -> Setup:
     return replace(setup, model=replace(setup.model, notes=(*setup.model.notes, note)))
+
+
+def _with_tower(note: str) -> str:
+    """A note on what is left out of a model, where its tower for images is not; "" without one."""
+    model, says_so, towers = note.partition(LEFT_OUT)
+    if not says_so:
+        return note
+    others = [tower for tower in towers.split(", ") if tower != "vision"]
+    return model + LEFT_OUT + ", ".join(others) if others else ""
 
 
 def _prove(setup: Setup, make: Make) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minisgl.config.machine import memory_bytes
 from minisgl.engine.texts import JOIN_S, Texts
 from minisgl.engine.work_queue import WorkQueue
 from minisgl.errors import InvalidRequestError, MinisglError, QueueFullError, UnsupportedModelError
@@ -36,6 +37,8 @@ from minisgl.text.tokenizer import Tokenizer
 NUM_PROCESSES = 2
 MAX_WAITING_BYTES = 1 << 30  # of images of all requests that are not processed yet
 NUM_FETCHES = 32  # at once; others wait
+# Of this machine's memory, that requests in the queue or running may have for what the tower takes.
+MEMORY_SHARE = 0.25
 LONG_BYTES = 256 << 10  # whose digest is not computed on the event loop
 
 
@@ -185,6 +188,8 @@ class Images:
 
         found = self._kept.get(digest)
         if found is None or found[1] > room:
+            if self._kept.num_other_bytes > MEMORY_SHARE * memory_bytes():
+                raise QueueFullError("Too many images are in the queue; try again later.")
             with _told(), named(source):
                 # In order of arrival: an image of many bytes takes no longer than others.
                 found = await line.run(process, 0)

@@ -38,7 +38,8 @@ class StepLoop:
         self._masks = MaskedSteps(loaded, scheduler, delivery, meter)
         # One step beyond those that run, one in each stage, is launched, so that the device never
         # waits for the loop.
-        self._max_in_flight = loaded.config.pp + loaded.config.overlap
+        self._most_in_flight = loaded.config.pp + loaded.config.overlap
+        self._max_in_flight = self._most_in_flight
         self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
         self._loop = asyncio.get_running_loop()
         self._is_awake = False
@@ -144,13 +145,21 @@ class StepLoop:
         self._deferred = None  # it is later than any step that may fail
         self.failures.step_failed(step, error)
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- pauses, and the end -----------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Launch no other step, and wait until those that are launched have settled."""
+        self._max_in_flight = 0
+        await self._all_settle()
+
+    def resume(self) -> None:
+        self._max_in_flight = self._most_in_flight
+        self.wake()
 
     async def store_all(self) -> None:
         """Write to disk what the other tiers hold, so that it outlives the engine. No other step
         follows."""
-        self._max_in_flight = 0
-        await self._all_settle()
+        await self.pause()
         plan = self._scheduler.plan_offload() if self.failures.failure is None else None
         if plan is not None:
             self._launch(plan)

@@ -7,15 +7,16 @@ import contextlib
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
-from minisgl.config import EngineConfig, ModelFacts, ResolvedConfig
+from minisgl.config import EngineConfig, ResolvedConfig, page_bytes
 from minisgl.distributed.addresses import check_address
 from minisgl.engine.prefix_exchange import OwnSide, PrefixExchange
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import HostStats, TransferStats
 from minisgl.engine.waiting_thread import WaitingThread
-from minisgl.errors import ConfigError, EngineStoppedError, UnsupportedModelError
+from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.runner.setup import read_setup
@@ -26,25 +27,16 @@ from minisgl.scheduler.scheduler import Scheduler
 def check_sharing(config: EngineConfig) -> None:
     """Raise MinisglError if an engine with these options cannot share pages. Reads what the model
     is, but not its weights. Blocks."""
-    setup = read_setup(config)
-    _check(setup.config, setup.facts)
+    _check(read_setup(config).config)
 
 
-def _check(config: ResolvedConfig, model: ModelFacts) -> None:
+def _check(config: ResolvedConfig) -> None:
     if not config.num_host_pages:
         reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
         raise ConfigError("--host-cache", 0, reason)
-    if model.states:
-        raise UnsupportedModelError(
-            "This model keeps a state for each request, which engines do not send to others; "
-            "run its replicas without --roles."
-        )
     if config.num_attending > 1:
         reason = "each rank has pages of its own, and engines exchange whole ones; allowed: off"
         raise ConfigError("--dp-attention", True, reason)
-    if config.windows is not None:
-        reason = "engines that exchange pages keep them whole; allowed: on"
-        raise ConfigError("--whole-pages", False, reason)
     if config.nnodes > 1:
         reason = "engines that exchange pages are on one node each; allowed: 1"
         raise ConfigError("--nnodes", config.nnodes, reason)
@@ -136,16 +128,20 @@ class PageMoves:
         """Let other engines find this one; see `AsyncEngine.share_pages`. Raises what `check_open`
         raises, where the engine stops meanwhile."""
         config = self._config
-        _check(config, self._model)
+        _check(config)
         check_open()
         place, token = await asyncio.to_thread(check_address, address, config)
         fingerprint = await asyncio.to_thread(self._fingerprint)
-        page_bytes = self._model.on_rank(config.tp).kv_bytes_per_token(config.kv_dtype)
-        page_bytes *= config.page_size * config.tp
+        # What decides which layers have windows beside pages, and what a state keeps of runs.
+        window = None if config.windows is None else config.windows.window
+        beside = (window, config.max_run if self._model.states else None)
+        fingerprint = blake2b(fingerprint + repr(beside).encode(), digest_size=32).digest()
+        layers = self._model.on_rank(config.tp).layer_specs(config.kv_dtype)
+        num_bytes = config.tp * page_bytes(config.whole_layers(layers), config.page_size)
         try:
             listening = await asyncio.to_thread(self._runner.listen, address, token)
             check_open()
-            own = OwnSide(place, token, listening, fingerprint, page_bytes)
+            own = OwnSide(place, token, listening, fingerprint, num_bytes)
             self._exchange = PrefixExchange(self._kv, own, self.start, self._launch)
         except OSError as error:
             reason = f"KV pages cannot be exchanged here: {error.strerror or error}"

@@ -12,6 +12,10 @@ already, they go from host memory to host memory: the prefill engine copies them
 adopted prefix is like one that was evicted, so that the request waits for its load. Nothing waits
 for a transfer but the request itself, and nothing depends on it: what does not come is computed.
 
+Where a model has states or windowed layers, pages always go through host memory. After them comes
+what a request needs beside them to go on (`PageGroup`). How much that is follows from their number
+and place, so both sides know it.
+
 Each rank exchanges its part with the same rank of the other engine
 (tiers/peers/page_exchange.py). The pages of an offer are kept until no rank of this engine sends
 them any more, so what has come whole is right, whoever dies meanwhile; a page counts once all ranks
@@ -78,6 +82,7 @@ class Offer(Struct, array_like=True):
     ranks: tuple[str, ...] = ()
     refusal: str = ""  # why there are no pages
     is_direct: bool = False
+    num_beside: int = 0  # pages that come behind these, with what is beside them
 
 
 class Prefix(NamedTuple):
@@ -95,7 +100,8 @@ class OwnSide:
     address: Address
     token: bytes  # of the cluster
     listening: Listening  # its ranks
-    fingerprint: bytes  # of everything but the tokens that the bytes of a page depend on
+    # Of everything but the tokens that the bytes of a page, and what is beside it, depend on.
+    fingerprint: bytes
     page_bytes: int  # over all ranks
 
 
@@ -214,19 +220,22 @@ class PrefixExchange:
     async def _grant(self, want: Want) -> Offer:
         """Begin to send the pages that another engine wants. Raises TransferError."""
         if want.fingerprint != self._own.fingerprint:
-            raise TransferError("the other engine has another model, --tp, KV dtype or page size")
+            raise TransferError(
+                "the other engine has another model, --tp, KV dtype, page size, --whole-pages or "
+                "--speculative"
+            )
         transit = self._take(want.key)
         if transit is None:
             raise TransferError("the other engine does not have the prefix")
         first = max(0, want.first)
-        if first >= len(transit.pages):
+        if first >= transit.num_pages:
             self._drop(transit)
             raise TransferError("the other engine has no more of the prefix")
         if transit.place is Place.DEVICE and not want.is_direct:
             transit = await self._copied(partial(self._transits.copy_lent, transit))
             if transit is None:
                 raise TransferError("host memory of the other engine has no room for the prefix")
-        pages, is_direct = tuple(transit.pages[first:]), transit.place is Place.DEVICE
+        (pages, num_beside), is_direct = transit.lacked_by(first), transit.place is Place.DEVICE
         name, began = secrets.token_bytes(NAME_BYTES), time.perf_counter()
         try:
             sending = self._begin(transit.place, Place.ENGINE, pages, name)
@@ -239,7 +248,8 @@ class PrefixExchange:
             self._count(self.stats.sent, sent.result(), began, is_direct=is_direct)
 
         sending.add_done_callback(end)
-        return Offer(len(pages), name, self._own.listening.ranks, is_direct=is_direct)
+        num_pages, ranks = len(pages) - num_beside, self._own.listening.ranks
+        return Offer(num_pages, name, ranks, is_direct=is_direct, num_beside=num_beside)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -279,9 +289,11 @@ class PrefixExchange:
                     self._drop(transit)
                     transit = None
                 if transit is None:
-                    transit = self._transits.expect(offer.num_pages)
+                    transit = self._transits.expect(offer.num_pages, first)
                 if transit is None:
                     raise TransferError("host memory has no room for it")
+                if offer.num_beside != len(transit.beside):
+                    raise TransferError("the other engine offers other pages beside a prefix")
                 num_pages = await self._receive(address, offer, transit)
             except TransferError as error:
                 if transit is not None:
@@ -290,7 +302,7 @@ class PrefixExchange:
             self._transits.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
             is_direct = transit.place is Place.DEVICE
             self._count(self.stats.received, num_pages, began, is_direct=is_direct)
-            return num_pages > 0
+            return self._kv.match(*prefix) > matched
 
     async def _decline(self, address: str, prefix: Prefix) -> None:
         """Take an offer of another engine without its pages, which it would keep for a minute."""
@@ -305,14 +317,15 @@ class PrefixExchange:
         """
         if len(offer.ranks) != len(self._own.listening.ranks):
             raise TransferError("the other engine has another number of ranks")
-        place, pages = transit.place, tuple(transit.pages[: offer.num_pages])
+        num_all = offer.num_pages + offer.num_beside
+        place, pages = transit.place, tuple(transit.pages[:num_all])
         num_pages = await self._begin(Place.ENGINE, place, pages, offer.name, offer.ranks)
-        if num_pages < offer.num_pages:
+        if num_pages < num_all:
             reason = f"a rank of the other engine has ended, or was silent for {SILENCE_S:g} s"
             if place is Place.DEVICE and not num_pages:
                 reason += ", or what is on its device cannot be mapped"
                 self._indirect[address] = time.monotonic() + INDIRECT_S
-            self._failed(f"{num_pages} of {offer.num_pages} pages have come: {reason}")
+            self._failed(f"{num_pages} of {num_all} pages have come: {reason}")
         return num_pages
 
     async def _ask(self, address: str, want: Want) -> Offer:

@@ -27,6 +27,7 @@ from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.lora.files import AdapterReader
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.pooling import EmbeddingRules
+from minisgl.models.refilling import WeightTaker
 from minisgl.models.towers.sight import Sight
 from minisgl.parts.host import host_parts
 from minisgl.ranks.nodes.worker_node import work
@@ -63,6 +64,7 @@ class Loaded(Generic[Handle]):
     embedding: EmbeddingRules = field(default_factory=EmbeddingRules)
     hidden_size: int = 0
     adapters: AdapterReader | None = None  # None: there is no room for any
+    weights: WeightTaker | None = None
     images: ImageSupport = field(default_factory=ImageSupport)
     sight: Sight | str = "it reads text only"  # how the model sees images, or why it takes none
 
@@ -113,6 +115,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         embedding=setup.embedding,
         hidden_size=setup.model.hidden_size,
         adapters=runner.adapters,
+        weights=runner.weights,
         images=ImageSupport.of(folder, blind=setup.sight if isinstance(setup.sight, str) else ""),
         sight=setup.sight,
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 
 from minisgl.config import Capacity, ModelFacts, ResolvedConfig, page_bytes, slot_bytes
 from minisgl.kvcache.copies import LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.lora.files import CONFIG_FILE
 from minisgl.models.generation import GenerationDefaults
 from minisgl.ranks.several_ranks import SeveralRanks
 from minisgl.runner.runner import ModelRunner
@@ -39,10 +36,6 @@ def tell(
         f"{config.device}, KV cache of {capacity.num_tokens} tokens{own} in {config.kv_dtype}, "
         f"in pages of {capacity.page_size}, context {capacity.max_seq_len}{graphs}"
     )
-    for name, folder in config.adapters:
-        base = json.loads(Path(folder, CONFIG_FILE).read_bytes()).get("base_model_name_or_path")
-        if isinstance(base, str) and Path(base).name.lower() != Path(setup.name).name.lower():
-            logger.warning("--lora %s was trained for %.200r, not for %s", name, base, setup.name)
     tell_of_windows(config, facts, capacity)
     if facts.states:
         _tell_of_states(config, facts, capacity)

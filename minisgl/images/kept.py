@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 
 from minisgl.images.picture import Picture
@@ -16,8 +17,14 @@ class KeptPictures:
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._num_live_bytes = 0  # of all that some request has, or that are kept
+        self._lock = threading.RLock()  # the end of a picture may come while it is held
         self._kept: OrderedDict[bytes, tuple[Picture, int]] = OrderedDict()
+
+    @property
+    def num_other_bytes(self) -> int:
+        """Of the pictures that are not kept, and that requests have until they end."""
+        return self._num_live_bytes - self._num_bytes
 
     def get(self, digest: bytes) -> tuple[Picture, int] | None:
         """A picture that is kept. May be called by any thread."""
@@ -34,9 +41,15 @@ class KeptPictures:
                 return
             self._kept[picture.digest] = picture, num_pixels
             self._num_bytes += _num_bytes(picture)
+            self._num_live_bytes += _num_bytes(picture)
+            weakref.finalize(picture, self._ended, _num_bytes(picture)).atexit = False
             while self._num_bytes > self._max_bytes:
                 _, (dropped, _) = self._kept.popitem(last=False)
                 self._num_bytes -= _num_bytes(dropped)
+
+    def _ended(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_live_bytes -= num_bytes
 
 
 def _num_bytes(picture: Picture) -> int:

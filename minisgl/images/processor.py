@@ -187,10 +187,19 @@ def load(folder: Path) -> CheckpointProcessor | Refused:
     except UnsupportedModelError as error:
         reason = str(error)
     except Exception as error:  # broken files, and packages that are missing, raise many types
-        reason = str(error) or type(error).__name__
-        if "torchvision" in reason.lower():
-            reason = "its processor needs the package torchvision, which is not installed."
+        reason = _about_torchvision(error) or str(error) or type(error).__name__
     return Refused(reason[:MAX_REASON_CHARS], is_model=True)
+
+
+def _about_torchvision(error: BaseException | None) -> str | None:
+    """What an error says of torchvision, which transformers uses wherever it is installed."""
+    while error is not None and "torchvision" not in str(error).lower():
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    if importlib.util.find_spec("torchvision") is None:
+        return "its processor needs the package torchvision, which is not installed."
+    return "torchvision is of another release than torch, and cannot be used; install that of it."
 
 
 def answer(loaded: CheckpointProcessor | Refused, task: bytes) -> bytes:
@@ -208,10 +217,10 @@ def _answer(loaded: CheckpointProcessor | Refused, task: Task) -> Answer:
         made = loaded.process(image, is_only=task.is_only)
     except InvalidRequestError as error:
         return Refused(str(error.args[0]).removeprefix("an image "))
-    except MemoryError:
-        most = f"{MEMORY_BYTES >> 20} MiB of memory"
-        return Refused(f"takes more than {most} to process; send a smaller one.")
-    except ValueError as error:  # its shape is none that the model takes
+    except Exception as error:  # of code of transformers, for a shape that the model does not take
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch says it
+            most = f"{MEMORY_BYTES >> 20} MiB of memory"
+            return Refused(f"takes more than {most} to process; send a smaller one.")
         return Refused(f"is refused by the model's processor: {str(error)[:MAX_REASON_CHARS]}")
     inputs = {name: _plain(value) for name, value in made.inputs.items()}
     return Made(inputs, made.token_ids, _plain(made.is_row), made.grid, num_pixels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -83,13 +84,7 @@ def allocate(
 ) -> AdapterWeights:
     """Slots without adapters, for parts with so many rows of W."""
     assert max_rank % RANK_UNIT == 0
-    starts = [0]
-    for width in widths:
-        starts.append(starts[-1] + width)
-    n = starts.pop()
-    return AdapterWeights(
-        a=torch.empty((num_slots, len(widths), max_rank, k), dtype=dtype, device=device),
-        b=torch.empty((num_slots, n * max_rank), dtype=dtype, device=device),
-        ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
-        starts=tuple(starts),
-    )
+    a = torch.empty((num_slots, len(widths), max_rank, k), dtype=dtype, device=device)
+    b = torch.empty((num_slots, sum(widths) * max_rank), dtype=dtype, device=device)
+    ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    return AdapterWeights(a, b, ranks, (0, *accumulate(widths[:-1])))

@@ -79,17 +79,14 @@ class DiskTier:
 
             def move_ended(num_moved: int) -> None:
                 index.forget(keys[num_moved:])  # a rank does not have them
-                num_pages = min(count, num_moved)
-                is_whole = num_moved == num_all
-                own = dict(zip(beside, pages[count:], strict=True)) if is_whole else {}
-                pool.free(pages[count + len(own) :])
-                self._host.adopt(namespace, key, first, pages[:count], num_pages, own)
+                self._host.adopt(namespace, key, first, pages, num_moved, beside)
 
                 def and_shorter(come: range) -> None:
-                    ended(range(first, max(first + num_pages, come.stop)))
+                    ended(range(first, max(first + min(count, num_moved), come.stop)))
 
                 # Behind what has come without what belongs beside it no request can go on: perhaps
                 # behind a shorter part. The rest is there for whoever computes it anew.
+                is_whole = num_moved == num_all
                 if is_whole or not self.read(key, num_tokens, namespace, ended=and_shorter):
                     and_shorter(range(0))
 
@@ -112,13 +109,7 @@ class DiskTier:
                     return page < start or all(map(holds, beside))
 
                 end = max(start, last_end(end, group.first_needed, has))
-        beside = [
-            (page, each)
-            for group in groups
-            for page in range(max(start, group.first_needed(end)), end)
-            for each in group.indices
-        ]
-        return end - start, beside
+        return end - start, self._host.device.places_beside(start, end)
 
     def make_spare(self) -> None:
         """Send host pages to disk, least recently used first, until enough are free or will be.

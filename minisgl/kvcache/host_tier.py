@@ -195,16 +195,22 @@ class HostTier(Residency):
         key: bytes,
         start: int,
         host_pages: Sequence[int],
-        num_pages: int,
-        beside: Beside | None = None,
+        num_come: int,
+        places: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Take the first `num_pages` of `host_pages`, with the tokens of `key` from page `start`
-        on, and free the others. beside: what is beside some of these, by their places in `key`.
+        """Take the first `num_come` of `host_pages`, and free the others: those with the tokens of
+        `key` from page `start` on, then what is beside some of these, by page of `key` and index.
 
-        Those that are here are not taken, and none if the tree lacks what is before them.
+        What is beside a page is of use only if all of it has come. Pages that are here are not
+        taken, and none if the tree lacks what is before them.
         """
-        tree, left = self.tree, dict(beside or {})
-        last, refused = tree.root(namespace), [*host_pages[:num_pages]]
+        num_pages = len(host_pages) - len(places)
+        tree, left = self.tree, dict(zip(places, host_pages[num_pages:], strict=True))
+        missing = [*host_pages[num_come:num_pages]]
+        if num_come < len(host_pages):
+            missing += left.values()
+            left = {}
+        last, refused = tree.root(namespace), [*host_pages[: min(num_come, num_pages)]]
         path = tree.path(tree.below(last, key, 0, start), start)
         if sum(each.num_pages for each in path) == start:
             last, refused = self.put_run(path[-1] if path else last, key, start, refused)
@@ -215,7 +221,7 @@ class HostTier(Residency):
                 if index not in kept:
                     kept[index] = left.pop((place, index))
         tree.let_go(last)
-        self.pool.free([*host_pages[num_pages:], *refused, *left.values()])
+        self.pool.free([*missing, *refused, *left.values()])
 
 
 class CopiesAhead(Residency):

@@ -94,6 +94,10 @@ class PageGroup(Protocol):
         """What prefixes that go through `node` need beside its pages: the numbers on the device,
         which come behind those of its pages."""
 
+    def on_device_for(self, node: Node, pages: Sequence[int]) -> Sequence[int]:
+        """What the device has beside `pages`, the last ones of a prefix that ends with `node`: the
+        numbers, by page and index."""
+
     def to_load(self, node: Node) -> Sequence[int]:
         """What a prefix that ends with `node` needs that the device has not, in host memory."""
 

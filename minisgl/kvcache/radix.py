@@ -49,7 +49,7 @@ class RadixCache(Residency):
         self.groups: list[PageGroup] = []  # what a request needs beside the pages of a prefix
         self.num_evictable = 0  # pages that are not in use
         self._keeps = keeps
-        self._num_spared = num_spared
+        self.num_spared = num_spared
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -75,18 +75,21 @@ class RadixCache(Residency):
     def _num_useful(self, found: Found, num_pages: int, *, may_load: bool = True) -> int:
         """Of the first `num_pages` pages of a match, those that all groups can go on behind. What
         one leaves may be too much for another, so all are asked until they agree."""
-        num_pages, asked = max(0, num_pages - self._num_spared), -1
+        num_pages, asked = max(0, num_pages - self.num_spared), -1
         while num_pages != asked:
             asked = num_pages
             for group in self.groups:
                 num_pages = group.usable(found, num_pages, may_load=may_load)
         return num_pages
 
-    def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
+    def acquire(
+        self, key: bytes, max_pages: int, namespace: bytes = b"", *, may_load: bool = True
+    ) -> Match:
         """Lock the longest cached prefix of `key` that is of use, at most `max_pages` pages.
         O(key).
 
-        Its end in another memory is left out where computing it is faster than loading it.
+        Its end in another memory is left out where computing it is faster than loading it, and
+        always without `may_load`.
         """
         tree = self.tree
         root = tree.root(namespace)
@@ -102,11 +105,21 @@ class RadixCache(Residency):
             found = [(each, each.num_pages) for each in path]
             num_here = self._num_useful(found, len(pages), may_load=False)
             num_saved = len(pages) + num_to_load - num_here
-            if not self.rule.pays(num_to_load + num_beside, num_saved):
+            if not (may_load and self.rule.pays(num_to_load + num_beside, num_saved)):
                 path, pages = tree.path(found, num_here), pages[:num_here]
                 node, num_to_load, num_beside = path[-1] if path else root, 0, 0
         tree.lock(node, path)
         return Match(node, pages, num_to_load, num_beside, num_found)
+
+    def places_beside(self, start: int, end: int, num_spared: int = 0) -> list[tuple[int, int]]:
+        """What a request needs to go on behind `end` pages, or without the last `num_spared` of
+        them, beside those from page `start` on: by page and index."""
+        return [
+            (page, index)
+            for group in self.groups
+            for page in range(max(start, group.first_needed(end - num_spared)), end)
+            for index in group.indices
+        ]
 
     # -- adding ------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class RankCaches(KVCacheManager):
     A request goes to the rank that has its longest prefix, else to the emptiest. If the rank with
     the prefix has over PREFIX_WEIGHT times the prefix more tokens in use than the emptiest, the
     emptiest takes it. So requests that have only their beginning in common are on all ranks, each
-    of which computes it once. Of ranks that are equally good, the first takes the request.
+    of which computes it once. Ranks that are equally good, such as idle ones, take turns.
     """
 
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
@@ -37,6 +37,7 @@ class RankCaches(KVCacheManager):
         self.num_pages += sum(cache.num_pages - 1 for cache in caches)
         self.snapshots = caches[0].snapshots
         self._num_slots = num_slots
+        self._last_key, self._first = b"", -1  # the request that was asked for last; who was first
 
     @property
     def num_free(self) -> int:
@@ -59,14 +60,18 @@ class RankCaches(KVCacheManager):
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
     ) -> KVCacheManager:
         """The cache of the rank that is best for a request. One must have a free slot."""
+        num_ranks = len(self.of_ranks)
+        if key != self._last_key:
+            self._last_key, self._first = key, (self._first + 1) % num_ranks
         coming = Counter[int]()  # pages from the disk, which requests will use
         for move in self.moves.under_way:
             coming[move.rank] += len(move.pages) if move.source is Place.DISK else 0
 
-        def cost(cache: KVCacheManager) -> int:
+        def cost(cache: KVCacheManager) -> tuple[int, int]:
             in_use = cache.num_pages - 1 - cache.num_available + coming[cache.rank]
             found = cache.match(key, num_tokens, namespace) if reuse else 0
-            return in_use * self.page_size - PREFIX_WEIGHT * found
+            turn = (cache.rank - self._first) % num_ranks
+            return in_use * self.page_size - PREFIX_WEIGHT * found, turn
 
         return min((each for each in self.of_ranks if len(each.leases) < self._num_slots), key=cost)
 

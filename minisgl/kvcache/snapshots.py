@@ -85,6 +85,9 @@ class Snapshots(Follower):
         numbers = zip(self.indices, self._parts(self._cached[node]), strict=True)
         return {(node.num_pages - 1, index): number for index, number in numbers}
 
+    def on_device_for(self, node: Node, pages: Sequence[int]) -> Sequence[int]:
+        return self._parts(self._cached[node]) if node in self._cached else ()
+
     def to_load(self, node: Node) -> Sequence[int]:
         return () if node in self._cached else self._in_host(node)
 

@@ -19,14 +19,28 @@ from minisgl.kvcache.tree import Node
 
 @dataclass(slots=True, eq=False)
 class Transit:
-    """Pages of a prefix that another engine reads or writes: in host memory, or on the device."""
+    """Pages of a prefix that another engine reads or writes: in host memory, or on the device. In
+    host memory, those with what is `beside` them come last."""
 
     place: Place
     pages: Sequence[int]
+    beside: Sequence[tuple[int, int]] = ()  # by page of the prefix and index
     node: Node | None = None  # of the prefix cache, whose pages these are, if they are lent
     # Called once when a step has copied the pages, or has failed to: they are free then.
     copied: Callable[[bool], None] | None = None
     failed: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Of the prefix alone."""
+        return len(self.pages) - len(self.beside)
+
+    def lacked_by(self, num_pages: int) -> tuple[list[int], int]:
+        """The pages for an engine that has the first `num_pages` of the prefix; and how many of
+        them, at the end, are beside others."""
+        beside = zip(self.beside, self.pages[self.num_pages :], strict=True)
+        further = [page for (place, _), page in beside if place >= num_pages]
+        return [*self.pages[num_pages : self.num_pages], *further], len(further)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -50,7 +64,7 @@ class Transits:
         settled = self._cache.pool.are_settled(pages)
         whole = not (match.num_to_load or match.num_beside or self._loads.of(match.pages))
         if pages and settled and whole and self.has_room(len(pages)):
-            return self._begin(Transit(Place.DEVICE, pages, match.node))
+            return self._begin(Transit(Place.DEVICE, pages, node=match.node))
         self._cache.tree.release(match.node)
         return None
 
@@ -61,15 +75,27 @@ class Transits:
         namespace: bytes = b"",
         copied: Callable[[bool], None] = lambda is_whole: None,
     ) -> Transit | None:
-        """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
+        """Copy the cached prefix, and what a request needs beside it to go on, to host pages of its
+        own, with the next plan; see `match`.
 
         The prefix itself stays where it is, unlocked. None if the device has no page of it, or host
         memory no room.
         """
-        match = self._cache.acquire(key, self._cache.max_match(num_tokens), namespace)
-        pages = [] if self._loads.of(match.pages) else match.pages
-        self._cache.tree.release(match.node)
-        return self._copy(pages, copied)
+        cache = self._cache
+        match = cache.acquire(key, cache.max_match(num_tokens), namespace, may_load=False)
+        pages, end = [*match.pages], len(match.pages)
+        for group in cache.groups:
+            seen = match.pages[group.first_needed(end - cache.num_spared) :]
+            pages += group.on_device_for(match.node, seen)
+        beside = self._beside(0, end)
+        cache.tree.release(match.node)
+        is_whole = len(pages) == end + len(beside) and not self._loads.of(pages)
+        return self._copy(pages if is_whole else [], copied, beside)
+
+    def _beside(self, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """What is sent beside the pages `start` .. `end` - 1 of a prefix. The receiver spares the
+        last ones, too."""
+        return self._cache.places_beside(start, end, self._cache.num_spared)
 
     def copy_lent(
         self, lent: Transit, copied: Callable[[bool], None] = lambda is_whole: None
@@ -79,10 +105,16 @@ class Transits:
         self.drop(lent)
         return copy
 
-    def _copy(self, pages: Sequence[int], copied: Callable[[bool], None]) -> Transit | None:
+    def _copy(
+        self,
+        pages: Sequence[int],
+        copied: Callable[[bool], None],
+        beside: Sequence[tuple[int, int]] = (),
+    ) -> Transit | None:
         if not pages or not self._host.make_room(len(pages)):
             return None
-        return self._begin(Transit(Place.HOST, self._host.pool.offload(pages), copied=copied))
+        host_pages = self._host.pool.offload(pages)
+        return self._begin(Transit(Place.HOST, host_pages, beside, copied=copied))
 
     @property
     def is_copying_out(self) -> bool:
@@ -124,14 +156,17 @@ class Transits:
 
     # -- pages that come ---------------------------------------------------------------------------
 
-    def expect(self, num_pages: int) -> Transit | None:
-        """Host pages for `num_pages` of another engine; None if there is no room.
+    def expect(self, num_pages: int, start: int = 0) -> Transit | None:
+        """Host pages for `num_pages` of another engine from page `start` of a prefix on, and for
+        what is beside them; None if there is no room.
 
         Copies of launched plans may still be under way to or from them.
         """
-        if not self._host.make_room(num_pages):
+        beside = self._beside(start, start + num_pages)
+        num_all = num_pages + len(beside)
+        if not self._host.make_room(num_all):
             return None
-        return self._begin(Transit(Place.HOST, self._host.pool.take(num_pages)))
+        return self._begin(Transit(Place.HOST, self._host.pool.take(num_all), beside))
 
     def expect_on_device(
         self, key: bytes, start: int, num_pages: int, namespace: bytes = b""
@@ -158,14 +193,15 @@ class Transits:
     def adopt(
         self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
     ) -> None:
-        """End a transit: its first pages hold `num_pages` of `key` from page `start` on."""
+        """End a transit, of which the first `num_pages` have come, with `key` from page `start`
+        on."""
         self._all.remove(transit)
         pages = transit.pages
         if transit.place is Place.DEVICE:
             self._cache.pool.free(self._insert(pages[:num_pages], key, start, namespace))
             self._cache.pool.free(pages[num_pages:])
         else:
-            self._host.adopt(namespace, key, start, pages, num_pages)
+            self._host.adopt(namespace, key, start, pages, num_pages, transit.beside)
 
     def _insert(
         self, pages: Sequence[int], key: bytes, start: int, namespace: bytes

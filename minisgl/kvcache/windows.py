@@ -118,6 +118,10 @@ class Windows(Follower):
             )
         }
 
+    def on_device_for(self, node: Node, pages: Sequence[int]) -> Sequence[int]:
+        found = filter(self._beside.__contains__, pages)
+        return [number for page in found for number in self._parts(self._beside[page])]
+
     def to_load(self, node: Node) -> Sequence[int]:
         if self._host is None:
             return ()

@@ -31,6 +31,10 @@ class AdaptedExperts(ExpertsProduct):
     def weights(self) -> Mapping[str, Tensor]:
         return self.base.weights
 
+    @property
+    def plain(self) -> ExpertsProduct:
+        return self.base
+
     def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         if rows is None or rows.adapted is None:
             return self.base.reference(x, choice)

@@ -6,23 +6,25 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from minisgl.config import memory_bytes
 from minisgl.errors import CallerError, in_one_line
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSORS_BYTES = 16 << 30
-# Of a pattern: with more repetitions, or with repetitions within them, matching may take ages.
-_MAX_PATTERN, _MAX_REPETITIONS = 256, 3
+# With more repetitions in a pattern, or with repetitions within them, matching may take ages.
+_MAX_PATTERNS, _MAX_PATTERN, _MAX_REPETITIONS = 1024, 256, 3
 _REPETITION, _REPEATED_GROUP = re.compile(r"(?<!\\)[*+?{]"), re.compile(r"\)[*+{]")
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_(A|B)\.weight", re.ASCII)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,15 +55,22 @@ class AdapterError(CallerError):
     """An adapter's files are broken, do not fit to the model, or need what is not supported."""
 
 
+class AdapterFacts(NamedTuple):
+    """What an engine knows of an adapter that its ranks have."""
+
+    digest: bytes  # differs where it computes something else, whatever its name is
+    base: str | None  # the name of the model that it was trained for
+
+
 class AdapterReader(Protocol):
     """Reads adapters for the ranks of an engine."""
 
-    digests: dict[str, bytes]  # of adapters 0, 1, ..., loaded at the start, by their names
+    first: dict[str, AdapterFacts]  # of adapters 0, 1, ..., loaded at the start, by their names
 
-    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
-        """Read and check an adapter on every rank, for plans that name this number; returns its
-        digest. root: a folder outside of which nothing is read. Blocks; any thread may call it.
-        Raises AdapterError, after which some ranks may have it, and EngineStoppedError."""
+    def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
+        """Read and check an adapter on every rank, for plans that name this number. root: a folder
+        outside of which nothing is read. Blocks; any thread may call it. Raises AdapterError, after
+        which some ranks may have it, and EngineStoppedError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +86,26 @@ class Adapter:
     """What the files of an adapter say. The matrices are not scaled, and in the host's memory."""
 
     pairs: Mapping[str, Pair]  # by the path of the module in transformers: a [r, k], b [n, r]
-    base: str | None  # the name of the model that it was trained for
+    base: str | None
     alpha: float
-    alpha_pattern: Mapping[str, float]  # by regular expressions of ends of paths
+    alpha_patterns: Sequence[tuple[re.Pattern[str], float]]  # of paths; the first one counts
     uses_rslora: bool
 
     def scale(self, path: str, rank: int) -> float:
         """What multiplies B·A. path: of the module, or of the parameter if it has several."""
-        found = (alpha for key, alpha in self._patterns if key.fullmatch(path))
+        found = (alpha for pattern, alpha in self.alpha_patterns if pattern.fullmatch(path))
         return next(found, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 
     @cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], float]]:
-        return [
-            (re.compile(rf"(.*\.)?({key})"), alpha) for key, alpha in self.alpha_pattern.items()
-        ]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Differs where the adapter computes something else. It does not depend on names."""
-        scales = self.alpha, [*self.alpha_pattern.items()], self.uses_rslora
+    def facts(self) -> AdapterFacts:
+        patterns = [(pattern.pattern, alpha) for pattern, alpha in self.alpha_patterns]
+        scales = self.alpha, patterns, self.uses_rslora
         found = hashlib.sha256(json.dumps(scales).encode())
         for path, pair in sorted(self.pairs.items()):
             for matrix in (pair.a, pair.b):
                 found.update(f"{path} {matrix.dtype} {[*matrix.shape]}\n".encode())
                 found.update(matrix.contiguous().view(torch.uint8).numpy().data)
-        return found.digest()
+        return AdapterFacts(found.digest(), self.base)
 
 
 def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
@@ -110,17 +113,25 @@ def read_adapter(folder: Path, *, root: Path | None = None) -> Adapter:
 
     Raises AdapterError with one sentence that says what is wrong and what is allowed.
     """
-    config = _read_config(_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES, root))
-    refuse_config(config)
-    pairs = _read_pairs(_file(folder, TENSORS_FILE, MAX_TENSORS_BYTES, root))
+    config, path = look_at(folder, root)
+    pairs = _read_pairs(path)
     base = config.get("base_model_name_or_path")
     return Adapter(
         pairs,
         base if isinstance(base, str) else None,
-        _number(config, "lora_alpha", config.get("lora_alpha", 8)),
-        _patterns(config),
+        _number("lora_alpha", config.get("lora_alpha", 8)),
+        _alpha_patterns(config),
         bool(config.get("use_rslora")),
     )
+
+
+def look_at(folder: Path, root: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """The config of an adapter, and the path of its tensors, of which nothing is read. Raises
+    AdapterError."""
+    config = _read_config(_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES, root))
+    _refuse_config(config)
+    most = min(MAX_TENSORS_BYTES, memory_bytes() // 8)  # it is in memory more than once
+    return config, _file(folder, TENSORS_FILE, most, root)
 
 
 def _file(folder: Path, name: str, most: int, root: Path | None) -> Path:
@@ -162,7 +173,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse_config(config: Mapping[str, Any]) -> None:
+def _refuse_config(config: Mapping[str, Any]) -> None:
     """Raise AdapterError for what the arithmetic here has not."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
@@ -190,29 +201,34 @@ def refuse_config(config: Mapping[str, Any]) -> None:
             )
 
 
-def _number(config: Mapping[str, Any], name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(f"{CONFIG_FILE}: {name} is {value!r:.80}; allowed: a finite number.")
-    return float(value)
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise AdapterError(f"{CONFIG_FILE}: {name} is {value!r:.80}; allowed: a finite number.")
 
 
-def _patterns(config: Mapping[str, Any]) -> dict[str, float]:
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise AdapterError(f"{CONFIG_FILE}: alpha_pattern is not a JSON object.")
-    for key in patterns:
-        try:
-            re.compile(key)
-            is_short = len(key) <= _MAX_PATTERN and not _REPEATED_GROUP.search(key)
-            if is_short and len(_REPETITION.findall(key)) <= _MAX_REPETITIONS:
-                continue
-        except (re.error, RecursionError, OverflowError):
-            pass
+def _alpha_patterns(config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:
+    given = config.get("alpha_pattern") or {}
+    if not isinstance(given, dict) or len(given) > _MAX_PATTERNS:
         raise AdapterError(
-            f"{CONFIG_FILE}: alpha_pattern has {key!r:.80}; allowed: regular expressions of up to "
-            f"{_MAX_PATTERN} characters and {_MAX_REPETITIONS} repetitions, none of a group."
+            f"{CONFIG_FILE}: alpha_pattern is not a JSON object of up to {_MAX_PATTERNS} patterns."
         )
-    return {key: _number(config, "alpha_pattern", alpha) for key, alpha in patterns.items()}
+    return [(_pattern(key), _number("alpha_pattern", alpha)) for key, alpha in given.items()]
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Of the paths that end with what matches the key, behind a dot."""
+    is_slow = _REPEATED_GROUP.search(key) or len(_REPETITION.findall(key)) > _MAX_REPETITIONS
+    if len(key) <= _MAX_PATTERN and not is_slow:
+        with suppress(re.error, RecursionError, OverflowError):
+            re.compile(key)  # by itself, too: its groups end within it
+            return re.compile(rf"(.*\.)?({key})")
+    raise AdapterError(
+        f"{CONFIG_FILE}: alpha_pattern has {key!r:.80}; allowed: regular expressions of up to "
+        f"{_MAX_PATTERN} characters and {_MAX_REPETITIONS} repetitions, none of a group."
+    )
 
 
 # -- the tensors ----------------------------------------------------------------------------------
@@ -267,15 +283,15 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _checked(key: str, matrix: Tensor) -> Tensor:
-    problems: tuple[tuple[str, Callable[[], bool]], ...] = (
-        (f"has the dtype {matrix.dtype}", lambda: matrix.dtype not in _FLOATS),
-        (f"has the shape {[*matrix.shape]}", lambda: matrix.dim() != 2 or not matrix.numel()),
-        ("has NaN or infinities", lambda: not bool(matrix.isfinite().all())),
+    if matrix.dtype not in _FLOATS:
+        problem = f"has the dtype {matrix.dtype}"
+    elif matrix.dim() != 2 or not matrix.numel():
+        problem = f"has the shape {[*matrix.shape]}"
+    elif not bool(matrix.isfinite().all()):
+        problem = "has NaN or infinities"
+    else:
+        return matrix
+    raise AdapterError(
+        f"{TENSORS_FILE}: {key:.200} {problem}; allowed: finite matrices in float32, float16 or "
+        "bfloat16."
     )
-    for problem, is_there in problems:
-        if is_there():
-            raise AdapterError(
-                f"{TENSORS_FILE}: {key:.200} {problem}; allowed: finite matrices in float32, "
-                "float16 or bfloat16."
-            )
-    return matrix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,23 +87,36 @@ class Maps:
         """What an adapter adds to each part of the sites that it adapts, cut for this rank. All
         parts of a site have one rank, to which they are padded. Raises AdapterError for what meets
         no map, or not its shape, and for ranks above `rank`."""
-        found = _Found(self.sites, rank)
-        for path, pair in adapter.pairs.items():
-            module_path = path.replace(_BASE_LAYER, "")
-            stored = self.name_of(f"{module_path}.weight") or ""
-            name = stored.removesuffix(".weight")
-            site = self.sites.get(name)
-            if site is not None and isinstance(site.module, FusedExperts):
-                _put_stacked(found, adapter, module_path, pair, name, site.module)
-            elif (places := self.places.get(name)) is not None:
-                inputs = self.sites[places[0].site].parts[places[0].part].inputs
-                _check(path, pair, inputs.whole, places[0].total, 1, rank)
-                b = pair.b.float() * adapter.scale(module_path, len(pair.a))
-                for place in places:
-                    found.put(path, place, Pair(pair.a, b))
-            elif not self.is_elsewhere(stored):  # where it is checked
-                raise AdapterError(self._unknown(path))
-        return found.fitted()
+        # Of each site, by part and expert.
+        found: dict[str, dict[tuple[int, int | None], tuple[_Place, Pair]]] = {}
+        for path, given in adapter.pairs.items():
+            for place, pair in self._placed(adapter, path, given, rank):
+                of_site, key = found.setdefault(place.site, {}), (place.part, place.expert)
+                if key in of_site:
+                    raise AdapterError(
+                        f"{TENSORS_FILE} adapts {path:.200} twice, under two names; allowed: one."
+                    )
+                of_site[key] = place, pair
+        return {path: _joined(self.sites[path], [*each.values()]) for path, each in found.items()}
+
+    def _placed(
+        self, adapter: Adapter, path: str, pair: Pair, most: int
+    ) -> Iterable[tuple[_Place, Pair]]:
+        """Where the pair of a map goes that an adapter calls `path`. most: the highest rank."""
+        module_path = path.replace(_BASE_LAYER, "")
+        stored = self.name_of(f"{module_path}.weight") or ""
+        name = stored.removesuffix(".weight")
+        site = self.sites.get(name)
+        if site is not None and isinstance(site.module, FusedExperts):
+            return _stacked(adapter, module_path, pair, most, name, site.module)
+        if (places := self.places.get(name)) is not None:
+            inputs = self.sites[places[0].site].parts[places[0].part].inputs
+            _check(path, pair, inputs.whole, places[0].total, 1, most)
+            scaled = Pair(pair.a, pair.b.float() * adapter.scale(module_path, len(pair.a)))
+            return [(place, scaled) for place in places]
+        if self.is_elsewhere(stored):  # where it is checked
+            return ()
+        raise AdapterError(self._unknown(path))
 
     def _unknown(self, path: str) -> str:
         last = sorted({name.rpartition(".")[2] for name in self.places})
@@ -111,31 +124,6 @@ class Maps:
             f"{TENSORS_FILE} adapts {path:.200}, which is no map of this model that can have an "
             f"adapter; allowed: {', '.join(last) or 'none'} of its layers."
         )
-
-
-class _Found:
-    """What an adapter adds, by the place where it goes."""
-
-    def __init__(self, sites: Mapping[str, Site], most: int) -> None:
-        """most: the highest rank that is allowed."""
-        self.most, self._sites = most, sites
-        # Of each site, by part and expert.
-        self._pairs: dict[str, dict[tuple[int, int | None], tuple[_Place, Pair]]] = {}
-
-    def put(self, path: str, place: _Place, pair: Pair) -> None:
-        """Add the pair of the map that an adapter calls `path`."""
-        of_site, key = self._pairs.setdefault(place.site, {}), (place.part, place.expert)
-        if key in of_site:
-            raise AdapterError(
-                f"{TENSORS_FILE} adapts {path:.200} twice, under two names; allowed: one."
-            )
-        of_site[key] = place, pair
-
-    def fitted(self) -> Fitted:
-        return {
-            path: _joined(self._sites[path], [*pairs.values()])
-            for path, pairs in self._pairs.items()
-        }
 
 
 def _joined(site: Site, pairs: Sequence[tuple[_Place, Pair]]) -> tuple[Pair | None, ...]:
@@ -157,16 +145,16 @@ def _joined(site: Site, pairs: Sequence[tuple[_Place, Pair]]) -> tuple[Pair | No
     return tuple(found)
 
 
-def _put_stacked(
-    found: _Found, adapter: Adapter, path: str, pair: Pair, name: str, module: FusedExperts
-) -> None:
-    """Add the pair of a parameter that stacks the maps of all experts: A is [experts · r, k], and B
-    [n, r · experts]. Which parameter follows from the shapes, of which only one can fit: the gates
-    and ups have twice the inner size as their outputs."""
+def _stacked(
+    adapter: Adapter, path: str, pair: Pair, most: int, name: str, module: FusedExperts
+) -> Iterator[tuple[_Place, Pair]]:
+    """Where the pair of a parameter goes that stacks the maps of all experts: A is [experts · r,
+    k], and B [n, r · experts]. Which parameter follows from the shapes, of which only one can fit:
+    the gates and ups have twice the inner size as their outputs."""
     inner, hidden, number = module.inner.whole, module.hidden.whole, module.num_experts
     is_down = (pair.a.shape[1], pair.b.shape[0]) == (inner, hidden)
     k, n = (inner, hidden) if is_down else (hidden, 2 * inner)
-    _check(path, pair, k, n, number, found.most)
+    _check(path, pair, k, n, number, most)
     parameter = f"{path}.{'down_proj' if is_down else 'gate_up_proj'}"
     a = pair.a.unflatten(0, (number, -1))
     b = pair.b.float().unflatten(1, (-1, number)).permute(2, 0, 1)
@@ -180,10 +168,10 @@ def _put_stacked(
     for part, of_part in maps.items():
         for place, expert in enumerate(module.held):
             to = _Place(name, part, of_part.shape[1], expert=place)
-            found.put(path, to, Pair(a[expert], of_part[expert]))
+            yield to, Pair(a[expert], of_part[expert])
 
 
-def _check(path: str, pair: Pair, k: int, n: int, num_experts: int, rank: int) -> None:
+def _check(path: str, pair: Pair, k: int, n: int, num_experts: int, most: int) -> None:
     """Raise AdapterError unless a pair fits to a map from k inputs to n outputs."""
     r, rest = divmod(len(pair.a), num_experts)
     if rest or not r or (pair.a.shape[1], pair.b.shape[0]) != (k, n):
@@ -192,9 +180,9 @@ def _check(path: str, pair: Pair, k: int, n: int, num_experts: int, rank: int) -
             f"{TENSORS_FILE}: {path:.200} has A {[*pair.a.shape]} and B {[*pair.b.shape]}; "
             f"allowed: [{experts}r, {k}] and [{n}, {experts}r], the shapes of this model."
         )
-    if r > rank:
+    if r > most:
         raise AdapterError(
-            f"{TENSORS_FILE}: {path:.200} has the rank {r}; allowed: up to {rank}, the value of "
+            f"{TENSORS_FILE}: {path:.200} has the rank {r}; allowed: up to {most}, the value of "
             "--max-lora-rank."
         )
 

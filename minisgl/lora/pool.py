@@ -107,11 +107,6 @@ class AdapterPool:
                 module.product = AdaptedExperts(module.product, slots.of_experts[path])
         return pool
 
-    @property
-    def num_bytes(self) -> int:
-        """On the device."""
-        return self._matrices.nbytes
-
     def pack(self, adapter: Adapter) -> HostAdapter:
         """What a slot takes of an adapter. Raises AdapterError if it does not fit. Runs on any
         thread."""

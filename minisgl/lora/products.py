@@ -39,6 +39,10 @@ class AdaptedProduct(Product):
     def weights(self) -> Mapping[str, Tensor]:
         return self.base.weights
 
+    @property
+    def plain(self) -> Product:
+        return self.base
+
     def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         return self.of(rows)(x, rows)
 

@@ -51,6 +51,7 @@ class ModelConfig(ABC):
     quantization: QuantizedFormat | None = None  # of the linear maps of layers; None: not quantised
     kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
     experts_by_rank: bool = False  # each rank has whole experts (--ep); else a part of each
+    num_drafting_layers: int = 0  # behind the others in a checkpoint; left aside
 
     @abstractmethod
     def facts(self) -> ModelFacts:
@@ -87,7 +88,6 @@ class NativeConfig(ModelConfig):
     has_gate: bool = False  # attention multiplies its result by the sigmoid of another map
     rotary_dim: int | None = None  # numbers of a head that are rotated, the first; None: all
     sinks: bool = False  # whether each head has a logit of attention to nothing
-    num_drafting_layers: int = 0  # behind the others in a checkpoint; left aside
     divides_heads: bool = True  # among ranks, or else requests: each rank has all heads for its own
 
     def extended(self, kind: type[Kind], **more: Any) -> Kind:

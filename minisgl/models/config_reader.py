@@ -22,6 +22,7 @@ CONFIG_FILE = "config.json"
 _TEXT_CONFIG = f"{CONFIG_FILE}: text_config"
 # Of config.json; the second is that of compressed-tensors in 2024.
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+DRAFTING_LEFT_OUT = "layers that draft tokens, left out: "  # begins a note of a ModelConfig
 
 # Bounds far beyond any model, which keep allocations that follow from a field reasonable.
 _LARGEST_COUNT = 2**31 - 1
@@ -190,6 +191,16 @@ def checkpoint_dtype(fields: Fields) -> str:
             f"{CONFIG_FILE}: dtype {name} is not supported; {one_of(DTYPES)}"
         )
     return name
+
+
+def drafting_layers(fields: Fields) -> tuple[int, tuple[str, ...]]:
+    """How many layers that draft a checkpoint has behind the others, and the note that they are
+    left out. Raises CheckpointError."""
+    for name in ("num_mtp_layers", "num_nextn_predict_layers"):
+        if fields.values.get(name):
+            number = fields.count(name)
+            return number, (f"{DRAFTING_LEFT_OUT}{number}",)
+    return 0, ()
 
 
 def _is_number(value: object) -> bool:

@@ -18,7 +18,7 @@ from minisgl.layers.experts import ExpertsConfig
 from minisgl.layers.formats import WeightFormat
 from minisgl.layers.latent_attention import LatentAttention, LatentSizes
 from minisgl.models.config import NativeConfig, RopeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.config_reader import CONFIG_FILE, Fields, drafting_layers, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
 from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
@@ -39,7 +39,6 @@ _FIELDS = DECODER_FIELDS | field_names(
 _GREEDY, _IN_GROUPS, _BY_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
 _ROUTER_BIAS = "e_score_correction_bias"
 _TOWER = ("vision_tower.", "mm_projector.")
-LEFT_OUT = "layers that draft tokens, left out: "
 # What a layer that drafts has beside the others, as the drafter calls it; None: it is the model's.
 _OF_DRAFTER = {
     "enorm": "pre_fc_norm_embedding",
@@ -161,12 +160,10 @@ def read_config(whole: Fields, architecture: str) -> LatentConfig:
     plain = {**fields.values, "head_dim": sizes.rope_dim, "num_key_value_heads": 1}
     experts = _read_experts(fields, architecture)
     read = read_decoder(Fields(plain, fields.where), architecture, experts=experts)
-    num_drafting, notes = _num_drafting(fields), read.notes + of_whole
-    if num_drafting:
-        notes += (f"{LEFT_OUT}{num_drafting}",)
+    num_drafting, of_drafting = drafting_layers(fields)
     return read.extended(
         LatentConfig,
-        notes=notes,
+        notes=read.notes + of_whole + of_drafting,
         num_drafting_layers=num_drafting,
         sizes=sizes,
         scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * _of_context(fields, read.rope),
@@ -201,13 +198,6 @@ def _refuse_others(fields: Fields) -> None:
     fields.require("mlp_bias", (None, False))
     fields.require("rope_interleave", (None, True))
     fields.require("moe_layer_freq", (None, 1))
-
-
-def _num_drafting(fields: Fields) -> int:
-    for name in ("num_mtp_layers", "num_nextn_predict_layers"):
-        if fields.values.get(name):
-            return fields.count(name)
-    return 0
 
 
 def _of_context(fields: Fields, rope: RopeConfig) -> float:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
-from minisgl.errors import CheckpointError
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import Quantization, WeightFormat
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.filling import Progress, fill_from_files, tensors_of
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.formats.quantized_format import StoredTensor
 from minisgl.models.hub import safetensors_files
-from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.quantization import (
     are_experts,
     is_quantizable,
@@ -34,14 +32,12 @@ from minisgl.models.registry import FAMILIES
 from minisgl.models.targets import (
     Destinations,
     Names,
-    Stack,
     TiedHead,
     checkpoint_stacks,
     checkpoint_targets,
     of_other_ranks,
 )
 from minisgl.models.transformer import CausalLM
-from minisgl.shards import Shard
 
 if TYPE_CHECKING:
     from minisgl.models.adopted.model import AdoptedModel
@@ -52,9 +48,6 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _AT_THE_END = (_HEAD, "norm.weight")  # of the last stage
 GIB, MIB = 1 << 30, 1 << 20
 DUMMY_SEED = 0
-
-# Called with the number of bytes filled so far, and the total.
-Progress = Callable[[int, int], None]
 
 
 def load_model(
@@ -78,12 +71,11 @@ def load_model(
     """
     files = [] if load_format == "dummy" else safetensors_files(folder)
     layers = range(config.num_layers) if layers is None else layers
+    names = names_in(config)
     made: Callable[..., CausalLM | AdoptedModel]
     if isinstance(config, NativeConfig):
-        family = FAMILIES[config.architecture]
-        names = Names(family.name_of, is_quantizable)
         made = partial(
-            family.model,
+            FAMILIES[config.architecture].model,
             config,
             max_seq_len=max_seq_len,
             device=device,
@@ -96,8 +88,7 @@ def load_model(
         from minisgl.models.adopted.load import Blueprint
 
         assert isinstance(config, AdoptedConfig)
-        blueprint = Blueprint(config, dtype, device, max_seq_len, ranks, layers)
-        names, made = blueprint.names(), blueprint.build
+        made = Blueprint(config, dtype, device, max_seq_len, ranks, layers).build
     format = weight_format(config.quantization, folder, files, dtype, device, names)
     model = made(format=format)
     module = model if isinstance(model, CausalLM) else model.module
@@ -110,6 +101,18 @@ def load_model(
     if format.scheme is not None:
         log_quantized(module, format.scheme)
     return model
+
+
+def names_in(config: ModelConfig) -> Names:
+    """How the tensors of a checkpoint are called in the model."""
+    if isinstance(config, NativeConfig):
+        return Names(FAMILIES[config.architecture].name_of, is_quantizable)
+    # Imports the modeling code of transformers.
+    from minisgl.models.adopted.config import AdoptedConfig
+    from minisgl.models.adopted.load import tensor_names
+
+    assert isinstance(config, AdoptedConfig)
+    return tensor_names(config)
 
 
 def log_quantized(model: nn.Module, scheme: Quantization) -> None:
@@ -163,7 +166,7 @@ def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:
     return {
         name: StoredTensor(stored_name, stored.get_dtype(), file)
         for file in files
-        for stored_name, stored in _tensors(file)
+        for stored_name, stored in tensors_of(file)
         if (name := names.of(stored_name)) is not None
     }
 
@@ -184,106 +187,11 @@ def destinations(model: CausalLM | AdoptedModel, scheme: QuantizedFormat | None)
     )
 
 
-def fill_from_files(to: Destinations, names: Names, files: list[Path], progress: Progress) -> None:
-    """Read the parts of this rank, one tensor at a time. Raises CheckpointError if a tensor is
-    missing or left over, is there twice, or is another one than the model has."""
-    targets, stacks = to.targets, to.stacks
-    total_bytes = sum(target.num_bytes for target in targets.values())
-    done_bytes = 0
-    filled: set[str] = set()
-    unexpected: list[str] = []
-    tied_head: Tensor | None = None
-    for file in files:
-        for full_name, stored in _tensors(file):
-            name = names.of(full_name)
-            if name is None:
-                continue
-            if to.tied_head is not None and name == to.tied_head.name:
-                tied_head = _part(stored, to.tied_head.target.cut)
-                continue
-            # Old checkpoints have the frequencies, which are computed from the config.
-            if name.endswith("rotary_emb.inv_freq") or is_kv_scale(name):
-                continue
-            dtype = stored.get_dtype()
-            stack = stacks.get(name)
-            if stack is None and name in targets:
-                stack = Stack((targets[name],), (name,))
-            if stack is None and to.is_left_out(name):
-                continue
-            if stack is None:
-                unexpected.append(f"{full_name} ({dtype})")
-                continue
-            if dtype not in (dtypes := stack.targets[0].dtypes):
-                raise CheckpointError(
-                    f"{file}: {full_name} has the dtype {dtype}; expected {' or '.join(dtypes)}."
-                )
-            if not filled.isdisjoint(stack.stands_for):
-                raise CheckpointError(
-                    f"{file.parent} holds {full_name} twice, again in {file.name}."
-                )
-            for target in stack.targets:
-                if not target.any_shape and stored.get_shape() not in target.shapes:
-                    raise CheckpointError(
-                        f"{file}: {full_name} has the shape {stored.get_shape()}; "
-                        f"the config asks for {target.shapes[0]}{_of_scheme(to.scheme, name)}."
-                    )
-                try:
-                    target.fill(stored[...] if target.any_shape else _part(stored, target.cut))
-                except CheckpointError as error:
-                    raise CheckpointError(f"{file}: {full_name} {error}.") from error
-                done_bytes += target.num_bytes
-                progress(done_bytes, total_bytes)
-            filled.update(stack.stands_for)
-    folder = files[0].parent
-    if unexpected:
-        raise CheckpointError(
-            f"{folder} holds weights that the model does not take: {_few(unexpected)}."
-        )
-    required = {name for name, target in targets.items() if target.is_required}
-    if missing := required - filled:
-        raise CheckpointError(f"{folder} lacks weights: {_few(sorted(missing))}.")
-    if tied_head is not None and to.tied_head is not None:
-        assert to.tied_head.target.weight is not None
-        embedding = to.tied_head.target.weight[: len(tied_head)]
-        if not torch.equal(tied_head.to(embedding), embedding):
-            raise CheckpointError(
-                f"{folder}: {to.tied_head.name} differs from the embedding, to which the config "
-                "ties it; set tie_word_embeddings to false in config.json."
-            )
-
-
 def _is_elsewhere(model: CausalLM, name: str) -> bool:
     """True for a tensor of another stage, which checks it, or of a layer that is left out."""
     kind, _, rest = name.partition(".")
     if kind == "layers":
         index = rest.partition(".")[0]
-        num_stored = model.num_layers + model.num_left_out
-        return index.isdecimal() and int(index) < num_stored and index not in model.layers
+        stored = map(str, range(model.num_layers + model.num_left_out))
+        return index in stored and index not in model.layers
     return not model.is_first if name == _EMBEDDING else not model.is_last and name in _AT_THE_END
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """The names and lazily read tensors of one file. Raises CheckpointError."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.offset_keys():
-                yield name, opened.get_slice(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _part(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
-    """Reads the cut of a tensor from `_tensors`, without padding."""
-    parts = (slice(min(shard.first, shard.whole), shard.first + shard.num_real) for shard in cut)
-    part: Tensor = stored[tuple(parts) if stored.get_shape() else ...]
-    return part
-
-
-def _of_scheme(scheme: QuantizedFormat | None, name: str) -> str:
-    """What asks for the shape of a tensor that only quantised weights have."""
-    return "" if scheme is None or name.endswith((".weight", ".bias")) else f" ({scheme})"
-
-
-def _few(names: list[str]) -> str:
-    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + rest

@@ -145,7 +145,7 @@ def _part_targets(
     """The tensors of the map `name`, of whose outputs `part` has these."""
     sizes = {other: shard.size for other, shard in module.parts.items()}
     first = sum(sizes[other] for other in itertools.takewhile(part.__ne__, sizes))
-    rows, product = slice(first, first + outputs.size), module.product
+    rows, product = slice(first, first + outputs.size), module.product.plain
     bias = product.weights.get("bias")
     targets: dict[str, Target] = {}
     if scheme is not None and isinstance(product, QuantizedProduct):
@@ -229,7 +229,7 @@ def _expert_targets(
     path: str, module: FusedExperts, scheme: QuantizedFormat | None
 ) -> dict[str, Target]:
     """The tensors of each matrix of each expert of this rank, or those of all of them."""
-    product, inner, hidden = module.product, module.inner, module.hidden
+    product, inner, hidden = module.product.plain, module.inner, module.hidden
     if scheme is not None and isinstance(product, QuantizedExperts):
         return scheme.expert_targets(path, module)
     if module.interleaved:
@@ -282,7 +282,8 @@ def _expert_stacks(
     path: str, module: FusedExperts, scheme: QuantizedFormat | None
 ) -> dict[str, Stack]:
     """The tensors of all gates and ups, and of all second matrices."""
-    experts, hidden, inner, product = module.own, module.hidden, module.inner, module.product
+    experts, hidden, inner = module.own, module.hidden, module.inner
+    product = module.product.plain
     gates = Shard(inner.first, inner.size, 2 * inner.whole)
     ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
 

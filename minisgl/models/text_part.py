@@ -9,6 +9,7 @@ from typing import Any
 from minisgl.errors import CheckpointError
 from minisgl.models.config_reader import CONFIG_FILE, HARMLESS_FIELDS, Fields, field_names
 
+LEFT_OUT = "; left out: "  # of a note on a model, in front of the names of its towers
 # What the whole says for a text part that does not.
 _OF_BOTH = field_names("dtype torch_dtype tie_word_embeddings")
 # Of the config of a model with towers, beside text_config.
@@ -51,5 +52,5 @@ def text_part(whole: Fields) -> tuple[Fields, tuple[str, ...]]:
     whole.refuse_others(_FIELDS | _repeated(whole.values, text))
     lacking = {name: whole.values.get(name) for name in _OF_BOTH if text.get(name) is None}
     towers = [name for name in ("vision", "audio") if whole.values.get(f"{name}_config")]
-    note = f"the text part of the model; left out: {', '.join(towers) or 'nothing'}"
+    note = f"the text part of the model{LEFT_OUT}{', '.join(towers) or 'nothing'}"
     return Fields(text | lacking, f"{CONFIG_FILE}: text_config"), (note,)

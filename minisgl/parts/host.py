@@ -11,6 +11,7 @@ from minisgl.parts.images.host import Blind, ImagePlan, Images
 from minisgl.parts.masks.host import MaskPlan, Masks
 from minisgl.parts.scores.host import ScorePlan, Scores
 from minisgl.parts.vectors.host import VectorPlan, Vectors
+from minisgl.parts.weights.host import WeightVersions
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ def host_parts(
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))
+    parts.append(WeightVersions())
     images = Images(image_rows, turns=turns, largest_block=largest_block)
     parts.append(Blind(blind) if blind else images)
     return parts

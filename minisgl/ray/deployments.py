@@ -72,6 +72,8 @@ def build(
         refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
     if server.lora_root:
         refuse(server, "lora_root", "with Ray adapters are loaded at the start; allowed: --lora")
+    if server.trainer:
+        refuse(server, "trainer", "with Ray no engine has an address of its own")
     base_names(server, engine)
     server = with_all_keys(server)
     hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))

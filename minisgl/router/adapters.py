@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from minisgl.errors import MinisglError
 from minisgl.router.exchange import EngineLostError, HTTPRequest, read_request
 from minisgl.router.fleet import Fleet, Replica
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.handlers.adapters import LOAD, UNLOAD, Unloading
+from minisgl.server.handlers.adapters import LOAD, UNLOAD, UnloadAdapter
 from minisgl.server.http.auth import check_admin
 from minisgl.server.http.error_bodies import Error
 
@@ -40,10 +41,13 @@ class ReplicaRefusedError(MinisglError):
 class FleetAdapters:
     """Passes what loads and unloads adapters on to all replicas, one request after the other."""
 
-    def __init__(self, fleet: Fleet, admin_key: str) -> None:
+    def __init__(self, fleet: Fleet, admin_key: str, first: Collection[str] = ()) -> None:
+        """first: the names of those that a replica has when it starts."""
         self._fleet = fleet
         self._admin_key = admin_key
-        # What has changed since the replicas were started first, by path and name, in order.
+        self._first = first
+        # What makes of those that a replica has at its start what all have, by path and name, in
+        # order.
         self._changes: dict[tuple[str, str], HTTPRequest] = {}
         self._changing = asyncio.Lock()
 
@@ -65,14 +69,15 @@ class FleetAdapters:
             fine = (200, 404) if done and not is_load else (200,)
             failed = [each for each, (status, _) in answers.items() if status not in fine]
             if done:
-                name = msgspec.json.decode(asked.body, type=Unloading).lora_name
+                name = msgspec.json.decode(asked.body, type=UnloadAdapter).lora_name
                 if is_load and failed and (LOAD, name) not in self._changes:
-                    body = msgspec.json.encode(Unloading(name))
+                    body = msgspec.json.encode(UnloadAdapter(name))
                     undo = replace(asked, path=UNLOAD, raw_path=UNLOAD.encode(), body=body)
                     await asyncio.gather(*(self._ask(each, undo) for each in done))
                 elif not (is_load and failed):
                     self._changes.pop((LOAD, name), None)
-                    self._changes[asked.path, name] = asked
+                    if is_load or name in self._first:
+                        self._changes[asked.path, name] = asked
             for replica in failed:
                 raise ReplicaRefusedError(replica.index, *answers[replica])
             if not done:

@@ -76,6 +76,7 @@ class FrontSpec:
     server: ServerConfig
     policy: str
     replica_paths: tuple[str, ...]
+    adapters: tuple[str, ...] = ()  # that replicas have from their start
     roles: tuple[str, ...] = ()  # of the replicas, if they have any
     router_paths: tuple[str, ...] = ()  # of the private sockets of all, if there are several
     listener_fd: int = -1  # of a process of its own
@@ -96,15 +97,15 @@ class OwnFront:
         self._fleet = Fleet(spec.replica_paths, spec.policy, spec.roles)
         routers = [Peer(index, path) for index, path in enumerate(spec.router_paths)]
         config = spec.server
-        adapters = FleetAdapters(self._fleet, config.admin_key) if config.lora_root else None
-        self.adapters = adapters
+        adapters = FleetAdapters(self._fleet, config.admin_key, spec.adapters)
+        self.adapters = adapters if config.lora_root else None
         app = create_router_app(
             self._fleet,
             config,
             hosts_of(config, listener),
             index=spec.index,
             routers=routers,
-            adapters=adapters,
+            adapters=self.adapters,
         )
         room = room_for_connections(0) // 2  # each may have one to a replica
         public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, RelayConnection)

@@ -69,6 +69,9 @@ class RouterProcess:
         if server.lora_root and router.router_processes > 1:
             reason = "one of several routing processes does not know what the others have loaded"
             raise ConfigError("--lora-root", server.lora_root, f"{reason}; allowed: one")
+        if server.trainer:
+            reason = "a trainer replaces the weights of one engine; allowed: without replicas"
+            raise ConfigError("--trainer", True, reason)
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = with_all_keys(server)
@@ -156,6 +159,7 @@ class RouterProcess:
                 server=self._server,
                 policy=self._router.router_policy,
                 replica_paths=tuple(replica_paths),
+                adapters=tuple(self._engine.adapters),
                 roles=self._roles,
                 router_paths=paths if several else (),
                 listener_fd=listener.fileno(),
@@ -239,7 +243,6 @@ def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
     if engine.dp_attention:
         reason = "each rank has pages of its own, and replicas with --roles exchange whole ones"
         raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
-    engine = replace(engine, whole_pages=True)
     if engine.host_cache:
         return engine
     share = HOST_SHARE * memory_bytes() / 1e9 / num_replicas

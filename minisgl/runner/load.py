@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -26,6 +27,7 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
 from minisgl.models.loader import load_model
+from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
 from minisgl.parts.images.device import DeviceImages, load_images
@@ -53,6 +55,10 @@ from minisgl.tiers.disk.page_files import PageFiles
 from minisgl.tiers.host.host_copies import staging_bytes
 from minisgl.tiers.host.numbering import Numbering
 from minisgl.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from minisgl.models.adopted.model import AdoptedModel
+    from minisgl.models.transformer import CausalLM
 
 NO_ROOM_FOR_GRAPHS = (
     "The CUDA graphs do not fit into memory beside the KV cache: lower --memory-ratio, "
@@ -114,6 +120,8 @@ def load_runner(
     layers = setup.facts.stages(pipeline.size)[pipeline.stage]
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
+    rank = pipeline.stage * ranks.size + ranks.rank
+    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes, rank)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
     adapters = None
@@ -142,10 +150,13 @@ def load_runner(
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(
-        config, setup.model.vocab_size, place, weights, *attention, adapters, images
+        config, setup.model.vocab_size, place, weights, *attention, adapters, images, refilling
     )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
+    if images is not None and not isinstance(setup.sight, str):  # it encodes beside the steps
+        num_bytes = steps.activation_bytes + images.peak_bytes(setup.sight)
+        steps = replace(steps, activation_bytes=num_bytes)
     disk = _open_disk(setup, place, weights.layers, host, report)
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
     capacity = replace(capacity, state_parts=host.state_parts, window_parts=host.window_parts)
@@ -267,6 +278,7 @@ class _RunnerMaker:
     captured_attention: Attention
     adapters: DeviceAdapters | None
     images: DeviceImages | None
+    refilling: Refilling
 
     def states(self, capacity: Capacity) -> list[LayerState]:
         device, windows = self.place.lanes.device, self.config.windows
@@ -317,6 +329,7 @@ class _RunnerMaker:
             load_rule=load_rule,
             disk=disk,
             adapters=self.adapters,
+            weights=self.refilling,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         lanes.synchronize()

@@ -38,6 +38,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterReader
 from minisgl.matcher import MaskRows, mask_words
+from minisgl.models.refilling import Refilling
 from minisgl.parts.device_part import DeviceParts
 from minisgl.runner.capture import Capture
 from minisgl.runner.computation import Computation
@@ -68,15 +69,17 @@ class ModelRunner:
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
         adapters: AdapterReader | None = None,
+        weights: Refilling | None = None,
     ) -> None:
         """tiers: the memories behind the device, with `load_rule` and `disk` for whoever plans
-        copies. adapters: None where there is no room for any."""
+        copies. adapters: None where there is no room for any. weights: what takes them anew."""
         self.capacity = capacity
         self.vocab_size = computation.vocab_size
         self.lanes = computation.lanes
         self.load_rule = load_rule
         self.disk = disk
         self.adapters = adapters
+        self.weights = weights
         self._parts = parts
         self._tiers = tiers
         self._computation = computation

@@ -16,6 +16,8 @@ from minisgl.config import (
     with_layout,
 )
 from minisgl.drafting.networks.loading import NetworkConfig, find_network
+from minisgl.errors import CheckpointError
+from minisgl.lora.files import AdapterError, look_at
 from minisgl.models.config import ModelConfig
 from minisgl.models.fingerprint import weights_fingerprint
 from minisgl.models.hub import locate_model
@@ -79,6 +81,11 @@ class Setup:
 def read_setup(config: EngineConfig) -> Setup:
     """Locate the model, read what it is, and resolve the options for it. Blocks. Raises
     MinisglError."""
+    for name, at in config.adapters.items():  # before a model is downloaded
+        try:
+            look_at(Path(at))
+        except AdapterError as error:
+            raise CheckpointError(f"--lora {name}: {error}") from error
     folder = locate_model(config.model, load_format=config.load_format)
     embedding = read_embedding_rules(folder) if config.task in ("auto", "embed") else None
     if config.task == "auto":

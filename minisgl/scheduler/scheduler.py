@@ -282,7 +282,14 @@ class Scheduler:
 
     def _retract(self, rank: int) -> None:
         """Return a request of a rank to the queue. Its output resumes without a visible trace."""
-        running = self._slots.victim(self.kv.page_size, rank)
+        self._put_back(self._slots.victim(self.kv.page_size, rank))
+
+    def retract_all(self) -> None:
+        """Return all running requests to the queue."""
+        for running in [*self._slots.running]:
+            self._put_back(running)
+
+    def _put_back(self, running: Running) -> None:
         self.counters.num_retractions += 1
         self._admission.ratio.retracted(other.request for other in self._slots.running)
         request = running.request

@@ -72,6 +72,9 @@ def with_all_keys(config: ServerConfig) -> ServerConfig:
     if config.lora_root and not admin_key:
         reason = f"loading adapters needs a key; allowed: with --admin-key or {ADMIN_VARIABLE}"
         raise ConfigError("--lora-root", config.lora_root, reason)
+    if config.trainer and not admin_key:
+        reason = f"replacing weights needs a key; allowed: with --admin-key or {ADMIN_VARIABLE}"
+        raise ConfigError("--trainer", True, reason)
     if keys and admin_key:
         keys.append(admin_key)
     return replace(config, api_key=tuple(dict.fromkeys(keys)), admin_key=admin_key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -17,12 +16,12 @@ from starlette.types import ASGIApp
 
 from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.endpoints import ENDPOINTS, WrongTaskError
+from minisgl.server.endpoints import ENDPOINTS, WrongTaskError, endpoints_of
 from minisgl.server.engine_state import EngineState
-from minisgl.server.handlers import about, adapters
+from minisgl.server.handlers import about
 from minisgl.server.handlers.generation import IGNORED_HEADER
 from minisgl.server.http.access_log import Answered, Observe
-from minisgl.server.http.auth import Keys
+from minisgl.server.http.auth import Keys, check_admin
 from minisgl.server.http.bodies import BodyBudget, read_body
 from minisgl.server.http.faults import HANDLERS, checked, raise_fault
 from minisgl.server.http.hosts import Hosts
@@ -97,11 +96,9 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     service, config = Service(state), state.config
     pages = [Route("/", about.hint)] if config.no_ui else page_routes()
     by_path: dict[str, list[Endpoint]] = {}
-    for each in ENDPOINTS:
+    for each in endpoints_of(config):
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
-    for path, answer in (adapters.HANDLERS if config.lora_root else {}).items():
-        routes.append(Route(path, partial(answer, service), methods=["POST"]))
     return application([*pages, *routes], config, service.metrics.responses, hosts)
 
 
@@ -111,6 +108,8 @@ def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
 
     async def answer(request: Request) -> ASGIApp:
         endpoint = by_method["GET" if request.method == "HEAD" else request.method]
+        if endpoint.is_for_admin:
+            check_admin(request.scope, service.state.config.admin_key)
         if endpoint.body is None:
             return await endpoint.handler(service, request)
         async with while_waited_for(request) as watched:
@@ -129,4 +128,4 @@ async def read(
     if endpoint.task not in ("", engine.vectors.task):
         raise WrongTaskError(endpoint, engine.vectors.task)
     body: Any = await read_body(request, kind, strict=state.config.strict_fields)
-    return Asked(request.scope, engine, body, state.model_name(body.model))
+    return Asked(request.scope, engine, body, state.model_name(getattr(body, "model", None)))

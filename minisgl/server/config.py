@@ -59,9 +59,14 @@ class ServerConfig:
     )
     admin_key: str = server_option(
         "",
-        "Key of who may load adapters; where requests need a key, it is one, too. Also read from "
-        "MINISGL_ADMIN_KEY.",
+        "Key of who may load adapters and replace weights; where requests need a key, it is one, "
+        "too. Also read from MINISGL_ADMIN_KEY.",
         secret=True,
+    )
+    trainer: bool = server_option(
+        False,
+        "Let a trainer with the admin key replace the weights, pause and resume, by the endpoints "
+        "of SGLang and vLLM.",
     )
     lora_root: str = server_option(
         "",
@@ -86,8 +91,8 @@ class ServerConfig:
     )
     images: str = server_option(
         "see",
-        "What becomes of images: see (if the model does), refuse (the request is a 400) or "
-        "placeholder (a text says so).",
+        "What becomes of images: see (if the model does), refuse (a request with one is a 400, and "
+        "the model's tower is not loaded) or placeholder (a text says so).",
         choices=IMAGES,
     )
     tool_parser: str = server_option(

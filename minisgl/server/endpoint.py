@@ -36,6 +36,7 @@ class Endpoint:
     task: str = ""  # that a model must be loaded for (--task); empty: any
     # Whether it is for probes, which have no key, and whose failures are not logged.
     is_open: bool = False
+    is_for_admin: bool = False  # it needs the admin key, whatever others need
 
     @property
     def shown_path(self) -> str:

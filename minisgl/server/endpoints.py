@@ -16,8 +16,9 @@ from minisgl.server.apis.responses.conversation import NAMES
 from minisgl.server.apis.responses.request_types import ResponsesRequest
 from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, ScoreList
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
+from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.handlers import about, generation, vectors
+from minisgl.server.handlers import about, adapters, generation, training, vectors
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.error_bodies import MessagesError
@@ -36,8 +37,17 @@ RANKED = {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}
 
 async def openapi(service: Service, request: Request) -> Response:
     config = service.state.config
-    with_key = bool(config.api_key)
-    return json_response(describe(ENDPOINTS, with_key=with_key, root_path=config.root_path))
+    with_key, endpoints = bool(config.api_key), endpoints_of(config)
+    return json_response(describe(endpoints, with_key=with_key, root_path=config.root_path))
+
+
+def endpoints_of(config: ServerConfig) -> tuple[Endpoint, ...]:
+    """Those of a server with these options."""
+    return (
+        *ENDPOINTS,
+        *(adapters.ENDPOINTS if config.lora_root else ()),
+        *(training.ENDPOINTS if config.trainer else ()),
+    )
 
 
 # What several endpoints have in common.

@@ -25,10 +25,11 @@ SCHEMA = "#/components/schemas/{name}"
 
 ERRORS = {
     400: "A field is wrong or not supported (`param` names it), or the body is not JSON.",
-    401: "The API key is missing or wrong.",
+    401: "The key is missing or wrong.",
     404: "No such model, or no such response is stored.",
     403: "The server does not answer to the name in the header Host.",
     408: "The request arrived too slowly.",
+    409: "Another adapter has this name.",
     413: "The body is too large.",
     415: "The body is compressed in a way that is not supported.",
     429: "Too many requests or too much text are waiting; Retry-After says when to try again.",
@@ -43,7 +44,8 @@ ANYWHERE = (403, 431)
 def describe(
     endpoints: Sequence[Endpoint], *, with_key: bool, root_path: str = ""
 ) -> dict[str, Any]:
-    """Describe `endpoints` in OpenAPI 3.1. With a key, all need it but those that are open.
+    """Describe `endpoints` in OpenAPI 3.1. With a key, all need it but those that are open;
+    without, those for the admin do.
 
     Clients see them below `root_path`.
     """
@@ -59,10 +61,11 @@ def describe(
         _explain(described[body.__name__]["properties"], descriptions(body), of_chats)
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:
-        operation = _operation(each, locked=with_key and not each.is_open)
+        locked = (with_key and not each.is_open) or each.is_for_admin
+        operation = _operation(each, locked=locked)
         paths.setdefault(each.shown_path, {})[each.method.lower()] = operation
     components: dict[str, Any] = {"schemas": described}
-    if with_key:
+    if with_key or any(each.is_for_admin for each in endpoints):
         components["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},
             "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

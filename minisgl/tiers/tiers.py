@@ -72,14 +72,14 @@ class Tiers:
     def listen(self, address: str, token: bytes, rank: int) -> Listening:
         """Take part in moves between engines. It comes before any of them; the last call counts.
 
-        address: of the engine; at a Unix socket pages of the device can be moved, too, for which
-        buffers are allocated. token: of the cluster. Raises OSError.
+        address: of the engine; at a Unix socket pages of the device can be moved, too, if nothing
+        is beside them; buffers are allocated for that. token: of the cluster. Raises OSError.
         """
         if self._exchange is not None:
             self._exchange.close()
         where = Address.parse(address).of_rank(rank)
         slabs, enter_thread = self.copies.slabs, self._lanes.enter_thread
-        device = self._device_pages() if where.path else []
+        device = self._device_pages() if where.path and not self.copies.has_parts else []
         host: list[Carrier[memoryview]] = [SocketPages()]
         if is_installed():
             host = [NixlPages(slabs.regions, where.is_private(), enter_thread), *host]

@@ -69,7 +69,7 @@ class Option:
 OPTIONS = {
     "`--host-cache`": Option(HOST),
     "`--disk-cache`": Option(DISK),
-    "pages of other engines": Option({**HOST, "whole_pages": True}, shares=True),
+    "pages of other engines": Option(HOST, shares=True),
     "`--roles`": Option(HOST, roles=True),
     "`--replicas`": Option({}),
     "`--tp`": Option({"tp": 2}),

@@ -424,3 +424,14 @@ def test_serve_says_that_it_starts_before_it_loads_libraries() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0
     assert result.stderr.endswith("INFO minisgl is loading its libraries\n")
+
+
+@pytest.mark.parametrize(("images", "image_rows"), [("refuse", 0), ("placeholder", 8192)])
+def test_a_server_that_refuses_images_loads_no_tower(
+    images: str, image_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[EngineConfig] = []
+    monkeypatch.setattr("minisgl.server.run", lambda engine, server: served.append(engine) or 0)
+    result = CliRunner().invoke(cli.app, ["serve", "--images", images])
+    assert result.exit_code == 0, result.output
+    assert [engine.image_rows for engine in served] == [image_rows]

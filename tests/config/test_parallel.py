@@ -331,6 +331,8 @@ def test_auto_divides_requests_where_that_reads_less(name: str, tmp_path: Path) 
     assert taken_by_auto(facts, 4) == Layout(4, dp_attention=latents)
     notes = resolved(facts, machine(num_gpus), parallel="auto").notes
     assert any(f"arithmetic {taken} is best" in note for note in notes)
+    tiers = {"host_cache": 1.0, "disk_cache": "folder"}
+    assert taken_by_auto(facts, num_gpus, **tiers) == taken
     # Of so few requests each has to have more tokens than requests have.
     assert taken_by_auto(facts, num_gpus, max_running_requests=8) == Layout(num_gpus)
 
@@ -355,8 +357,7 @@ def test_requests_are_divided_only_if_that_reads_less_with_usual_lengths(tmp_pat
 
 
 NOT_COUNTED: list[dict[str, Any]] = [
-    {"host_cache": 1.0},
-    {"host_cache": 1.0, "disk_cache": "folder"},
+    {"host_cache": 1.0, "whole_pages": True},
     {"speculative": "ngram"},
     {"task": "embed"},
     {"max_running_requests": 3},

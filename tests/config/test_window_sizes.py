@@ -85,12 +85,13 @@ def test_host_memory_has_pages_of_full_layers(num_windowed: int) -> None:
 
 def test_states_and_drafting_networks_go_with_windows() -> None:
     assert options_for(WINDOWED, FULL, STATE).windows is not None
-    for drafter, has_own_pages in ((FULL, True), (WINDOWED, False)):
-        model = replace(
-            MODEL, layers=(WINDOWED, FULL), max_seq_len=131_072, draft_layers=(drafter,)
-        )
-        config = resolved(model, GPU, page_size=16, attn="torch", speculative="drafter")
-        assert (config.windows is not None) == has_own_pages
+    drafters = replace(WINDOWED, window=1), WINDOWED, WIDER, FULL
+    model = replace(MODEL, layers=(WINDOWED, FULL), max_seq_len=131_072, draft_layers=drafters)
+    options = {"page_size": 16, "attn": "torch", "speculative": "drafter"}
+    sizes = resolved(model, GPU, **options).windows
+    assert sizes is not None and sizes.window == WINDOWED.window
+    assert [sizes.has(spec.kv("bfloat16")) for spec in drafters] == [True, True, False, False]
+    assert resolved(replace(model, layers=(FULL,)), GPU, **options).windows is None
 
 
 def test_each_rank_that_attends_for_requests_needs_the_pages_of_its_own() -> None:

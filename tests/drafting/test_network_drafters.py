@@ -67,6 +67,7 @@ class Verified:
     num_drafted: int = 0
     num_accepted: int = 0
     retractions: int = 0
+    has_window_pages: bool = False
     answers: list[list[int]] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)  # tokens of each prompt
     # The length of the prompt, of what is computed of the request, and the drafts behind that and
@@ -92,7 +93,9 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: Any, **options: 
         return settle(scheduler, result, *args)
 
     async def answer() -> None:
-        async with AsyncEngine(load_engine(folder, **options)) as engine:
+        loaded = load_engine(folder, **options)
+        found.has_window_pages = loaded.capacity.num_window_pages > 0
+        async with AsyncEngine(loaded) as engine:
             params = [PARAMS[index % len(PARAMS)] for index in range(len(prompts))]
             outputs = await batch(engine, prompts, params)
             found.answers = [output.token_ids for output in outputs]
@@ -104,6 +107,23 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: Any, **options: 
         patch.setattr(NetworkDrafter, "draft", noting_drafts)
         asyncio.run(answer())
     return found
+
+
+# So few requests at once that windowed layers have pages of their own.
+WINDOWS: dict[str, Any] = {"page_size": 4, "max_running_requests": 2, "max_prefill_length": 7}
+
+
+@pytest.mark.parametrize("options", [{}, DP | {"num_pages": 40}, {"padded": 2}], ids=str)
+def test_drafts_of_windowed_layers_have_the_pages_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Of requests that are longer than the window, each page of which a draft could lack."""
+    case, options = case_of("gpt-oss"), WINDOWS | options
+    options |= {"speculative": str(case.folder), "draft_tokens": 3}
+    found = run(monkeypatch, case.folder, case.prompts, **options)
+    assert found.has_window_pages
+    assert found.answers == answers("gpt-oss")
+    assert found.num_drafted == found.num_accepted > 40
 
 
 HEAD = Head(spec_named(CASE), taps=(0, 1, 2))

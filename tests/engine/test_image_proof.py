@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, startup
-from minisgl.engine.image_proof import proven
+from minisgl.engine.image_proof import _with_tower, proven
 from minisgl.errors import InvalidRequestError
 from minisgl.models import qwen_vl
 from minisgl.models.towers.both_ways import BothWaysModel
+from minisgl.models.towers.largest import largest_inputs
 from minisgl.models.towers.seeing import SeeingModel
-from minisgl.models.towers.sight import SEEING, Sight
-from minisgl.models.towers.tower import Tower
+from minisgl.models.towers.sight import SEEING, Kind, Sight
+from minisgl.models.towers.small import SmallModel
+from minisgl.models.towers.tower import Tower, _joined
 from minisgl.parts.images import host, positions
-from minisgl.parts.images.device import SeenEmbedding
+from minisgl.parts.images.device import DeviceImages, SeenEmbedding
 from minisgl.parts.images.host import Images, Pictured
 from minisgl.request import SamplingParams
+from minisgl.runner import load
 from minisgl.runner.load import load_runner
 from minisgl.runner.setup import Setup, read_setup
 
@@ -44,6 +48,16 @@ def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
     assert found.model.notes[-1].startswith("images: shown to be seen as in transformers in ")
+    assert not any("left out" in note for note in found.model.notes)
+
+
+def test_a_note_says_what_is_left_out_beside_the_tower() -> None:
+    assert _with_tower("the text part of it; left out: vision, audio") == (
+        "the text part of it; left out: audio"
+    )
+    assert _with_tower("layers that draft tokens, left out: 1") == (
+        "layers that draft tokens, left out: 1"
+    )
 
 
 # One of each kind of inputs; ARCHITECTURES=all runs all of them.
@@ -57,15 +71,59 @@ TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISH
 
 @pytest.mark.parametrize("architecture", TESTED)
 def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path: Path) -> None:
+    found = proven(published(architecture, tmp_path), startup._small_engine)
+    assert isinstance(found.sight, Sight), found.sight
+
+
+def published(architecture: str, folder: Path) -> Setup:
+    """Of the sizes that transformers has by default."""
     config = getattr(transformers, architecture).config_class()
     config.architectures = [architecture]
     if architecture == GEMMA_4:  # by default it has no tower
         config.vision_config = transformers.Gemma4VisionConfig()
-    config.save_pretrained(tmp_path)
+    config.save_pretrained(folder)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
     options |= {"load_format": "dummy", "max_seq_len_override": 128}
-    found = proven(read_setup(EngineConfig(model=str(tmp_path), **options)), startup._small_engine)
-    assert isinstance(found.sight, Sight), found.sight
+    return read_setup(EngineConfig(model=str(folder), **options))
+
+
+@pytest.mark.parametrize("architecture", [*TESTED, LLAVA, QWEN, QWEN_3_VL])
+def test_the_largest_image_fits_into_the_buffer(architecture: str, tmp_path: Path) -> None:
+    """By which the memory of the tower is measured."""
+    is_small = architecture in (LLAVA, QWEN, QWEN_3_VL)
+    sight = (setup_of(architecture) if is_small else published(architecture, tmp_path)).sight
+    assert isinstance(sight, Sight)
+    model = SmallModel.of(sight).model
+    for num_rows in (12, 30):
+        tower = model.config.vision_config
+        inputs = largest_inputs(sight, tower, num_rows)
+        given = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        with torch.no_grad():
+            found = model.get_image_features(**given, return_dict=True).pooler_output
+        length = len(_joined(found))
+        if SEEING[architecture] in (Kind.LINES, Kind.SIZED):
+            assert length <= num_rows
+            most = getattr(tower, "image_size", None)
+            assert most or length > num_rows - num_rows**0.5
+
+
+def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU measures nothing: with and without what is measured on a GPU."""
+    found: list[int] = []
+    fit = load.fit_capacity
+
+    def noting(*arguments: Any) -> Any:
+        found.append(arguments[-1].activation_bytes)
+        return fit(*arguments)
+
+    monkeypatch.setattr(load, "fit_capacity", noting)
+    setup = setup_of(LLAVA)
+    load_runner(setup).close()
+    monkeypatch.setattr(DeviceImages, "peak_bytes", lambda self, sight: 12345)
+    load_runner(setup).close()
+    load_runner(replace(setup, sight="it reads text only")).close()
+    assert found[1] == found[0] + 12345
+    assert found[2] <= found[0]
 
 
 @pytest.mark.parametrize("architecture", [QWEN, GEMMA_4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -147,6 +148,9 @@ async def test_a_processor_that_needs_another_package_says_so(tmp_path: Path) ->
     folder = make_image_checkpoint(MISTRAL3, tmp_path / "model")
     ours, _ = said("What is it?", colourful(60, 60))
     async with images_of(folder) as images:
+        if importlib.util.find_spec("torchvision") is not None:
+            assert (await images.prompt([ours], False, {})).spans
+            return
         with pytest.raises(InvalidRequestError, match="needs the package torchvision, which"):
             await images.prompt([ours], False, {})
 
@@ -270,6 +274,24 @@ async def test_too_many_bytes_of_all_requests_are_refused(
         gate.set()
         assert (await first).spans
         assert (await images.prompt(asked, False, {})).spans
+
+
+async def test_requests_that_wait_have_images_up_to_a_share_of_the_memory(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [question(ImageSource(encoded(colourful(60, 60, seed=seed)))) for seed in range(5)]
+    async with images_of(qwen) as images:
+        held = [await images.prompt(asked[0], False, {})]
+        num_bytes = images._kept._num_bytes
+        monkeypatch.setattr(images_module, "memory_bytes", lambda: 4 * 2.5 * num_bytes)
+        images._kept._max_bytes = 0  # whatever is kept does not count
+        held += [await images.prompt(each, False, {}) for each in asked[1:3]]
+        with pytest.raises(QueueFullError, match="try again later"):
+            await images.prompt(asked[3], False, {})
+        held.clear()  # the requests have ended
+        gc.collect()
+        assert (await images.prompt(asked[3], False, {})).spans
+        assert (await images.prompt(asked[4], False, {})).spans
 
 
 async def test_fetches_at_once_are_limited(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from support.image_checkpoints import (
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, UnsupportedModelError
 from minisgl.images import processor as processor_module
+from minisgl.images.checkpoint import CheckpointProcessor
 from minisgl.images.limits import MAX_PIXELS
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 
@@ -178,6 +179,42 @@ def test_the_digest_depends_on_bytes_processor_and_size(
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "patch_size": 14}))
     assert ProcessorHere(folder).placeholder().fingerprint != print_of
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ZeroDivisionError("division by zero"), "refused by the model's processor: division"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "more than 1024 MiB"),
+        (MemoryError(), "more than 1024 MiB"),
+    ],
+)
+def test_whatever_a_processor_raises_is_about_its_image(
+    here: ProcessorHere, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(CheckpointProcessor, "process", failing)
+    with pytest.raises(InvalidRequestError, match=words):
+        here.process(encoded(colourful(60, 60)), DIGEST, MAX_PIXELS)
+
+
+def test_a_torchvision_of_another_torch_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which transformers says no more than that its classes cannot be imported."""
+
+    def failing(*_: object) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'AutoImageProcessor'.") from error
+
+    monkeypatch.setattr(processor_module, "CheckpointProcessor", failing)
+    monkeypatch.setattr(processor_module.importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(UnsupportedModelError, match="torchvision is of another release than torch"):
+        ProcessorHere(folder).placeholder()
 
 
 def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path: Path) -> None:

@@ -167,6 +167,25 @@ def test_texts_are_there_under_a_template_that_wants_them_in_parts(
     assert "SYSTEM: Be brief. USER: Hi! ASSISTANT:" in text
 
 
+def test_logprobs_of_a_prompt_are_null_in_the_places_of_images(
+    server: Served[AsyncEngine], llava: Llava
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(RED)}}
+    content = [{"type": "text", "text": "Which?"}, part]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 1,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+    }
+    with server.http() as http:
+        answer = http.post("/v1/chat/completions", json=body).json()
+    shown = answer["prompt_token_ids"]
+    for token_id, scored in zip(shown[1:], answer["prompt_logprobs"][1:], strict=True):
+        assert (scored is None) == (token_id == llava.row_id)
+        assert scored is None or str(token_id) in scored
+
+
 def test_all_apis_agree(server: Served[AsyncEngine], llava: Llava) -> None:
     chat = asked(server, llava, "Which?", RED)
     text, count = chat.choices[0].message.content, chat.usage.prompt_tokens

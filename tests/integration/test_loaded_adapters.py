@@ -31,7 +31,7 @@ from minisgl.errors import (
     MinisglError,
     ModelNotFoundError,
 )
-from minisgl.lora.files import TENSORS_FILE, AdapterError
+from minisgl.lora.files import TENSORS_FILE, AdapterError, AdapterFacts
 
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "dp_attention": True}, {"pp": 2}], ids=str)
@@ -112,7 +112,7 @@ def test_files_that_change_between_ranks_are_refused(monkeypatch: pytest.MonkeyP
         loaded = loaded_of(asked, tp=2)
         async with AsyncEngine(loaded) as engine:
             reader: Any = loaded.adapters
-            monkeypatch.setattr(reader._own, "read", lambda *_: b"another")
+            monkeypatch.setattr(reader._own, "read", lambda *_: AdapterFacts(b"another", None))
             with pytest.raises(AdapterError, match="Rank 1 has read another adapter"):
                 await engine.adapters.load("a1", folder_of(asked, "a1"))
             assert not engine.adapters
@@ -131,10 +131,10 @@ def test_steps_go_on_while_an_adapter_is_read_and_its_loading_outlives_who_has_a
             reader: Any = loaded.adapters
             read = reader.read
 
-            def reading(*given: Any) -> bytes:
+            def reading(*given: Any) -> Any:
                 began.set()
                 gate.wait()
-                return bytes(read(*given))
+                return read(*given)
 
             monkeypatch.setattr(reader, "read", reading)
             loading = asyncio.ensure_future(engine.adapters.load("a0", folder_of(asked, "a0")))

@@ -52,7 +52,7 @@ ELSEWHERE = {
     ("`--tp --disk-cache`, `--pp --disk-cache`", FULL): f"{_IN}restart.py::"
     "test_each_of_two_ranks_finds_its_part",
     **{
-        ("`--tp`", kind): f"{_IN}tensor_parallel.py::"
+        ("`--tp`, retraction", kind): f"{_IN}tensor_parallel.py::"
         "test_greedy_tokens_of_several_ranks_equal_those_of_transformers"
         for kind in (FULL, WINDOWED_ALONE)
     },
@@ -66,11 +66,6 @@ ELSEWHERE = {
     "test_ranks_and_stages_give_the_tokens_of_transformers",
     ("`--tp`, `--pp`, `--dp-attention`", STATES): f"{_MODELS}qwen3_5.py::"
     "test_ranks_divide_heads_or_requests_and_stages_layers",
-    **{
-        ("retraction", kind): f"{_IN}tensor_parallel.py::"
-        "test_greedy_tokens_of_several_ranks_equal_those_of_transformers"
-        for kind in (FULL, WINDOWED_ALONE)
-    },
     ("retraction", LATENTS): f"{_IN}host_cached_requests.py::test_latents_survive_host_memory",
     ("retraction", WINDOWED): f"{_ENGINE}window_pages.py::test_retraction_changes_no_token",
     ("retraction", STATES): f"{_MODELS}qwen3_5.py::test_tokens_depend_on_no_option",
@@ -167,7 +162,7 @@ def test_a_pair_that_is_not_refused_gives_the_tokens_of_transformers(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
-    case, options = case_of(kind, name != ADOPTED), options_of(name, kind, tmp_path)
+    case, options = case_of(kind), options_of(name, kind, tmp_path)
     outcome = cell(name, kind).outcome
 
     async def run() -> None:

@@ -9,26 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from support.checkpoints import load_reference
 from support.image_cases import (
     GEMMA_3,
     GEMMA_4,
     LLAVA,
     PARAMS,
+    PLACEHOLDER,
     QWEN,
     QWEN_3_VL,
     Asked,
     check,
     image_case,
     is_right,
+    picture,
+    prompt_logits,
     started,
     submitted,
 )
 from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
+from minisgl.images.picture import with_pictures
 from minisgl.models import lfm2, qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
+from minisgl.parts.scores.host import scores_of
+from minisgl.request import Request
 
 FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
 # So few that running requests have to be retracted.
@@ -110,7 +118,7 @@ def test_few_rows_of_an_image_are_no_hit() -> None:
     assert asyncio.run(run()) == [0, 0]
 
 
-def test_penalties_are_of_text_and_prompts_of_images_have_no_logprobs() -> None:
+def test_penalties_are_of_text() -> None:
     """Also where an image ends the prompt."""
     asked = of(LLAVA)[0]
     span = asked.spans[0]
@@ -126,10 +134,33 @@ def test_penalties_are_of_text_and_prompts_of_images_have_no_logprobs() -> None:
             params = replace(PARAMS, repetition_penalty=1e6)
             found = await submitted(engine, ending, params=params)
             assert {*found.output_token_ids}.isdisjoint({*text, 90})
-            with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-                await submitted(engine, asked, params=replace(PARAMS, prompt_logprobs=0))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN_3_VL])
+def test_the_text_around_images_has_logprobs_and_their_rows_have_none(architecture: str) -> None:
+    case = image_case(architecture)
+    asked = case.asked[2]
+    reference = load_reference(case.folder, getattr(transformers, architecture))
+    wanted = prompt_logits(reference, asked).log_softmax(-1)
+
+    async def run() -> Request:
+        async with started(architecture, max_prefill_length=7) as engine:
+            params = replace(PARAMS, prompt_logprobs=1)
+            jobs = [submitted(engine, each) for each in case.asked]
+            found = await asyncio.gather(submitted(engine, asked, params=params), *jobs)
+            assert is_right(asked, found[0])
+            return found[0]
+
+    scores = scores_of(asyncio.run(run()))
+    assert len(scores) == len(asked.prompt) - 1
+    for row, (token_id, scored) in enumerate(zip(asked.prompt[1:], scores, strict=True)):
+        assert (scored is None) == (token_id < 0)
+        if scored is not None:
+            assert scored.token_id == token_id
+            assert abs(scored.logprob - float(wanted[row, token_id])) < 1e-3
+            assert scored.top[0][0] == int(wanted[row].argmax())
 
 
 def test_a_state_goes_on_behind_an_image() -> None:
@@ -203,6 +234,32 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_requests(
                 else:
                     assert not isinstance(result, BaseException) and is_right(each, result)
             assert not engine.stats().num_running + engine.stats().num_queued
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_an_image_that_one_stage_cannot_encode_ends_its_own_requests(
+    options: dict[str, Any],
+) -> None:
+    """Only the first stage has a tower, and only the last one tells the scheduler."""
+    right = of(LLAVA)[0]
+    whole = right.spans[0].picture
+    fewer = picture(dict(whole.inputs), whole.num_rows - 1)
+    fewer = replace(fewer, digest=b"another one")
+    prompt, spans = with_pictures([5, PLACEHOLDER, 6], PLACEHOLDER, [fewer])
+    wrong = replace(right, prompt=prompt, spans=spans)
+
+    async def run() -> None:
+        async with started(LLAVA, **options) as engine:
+            jobs = [submitted(engine, each) for each in (wrong, right, wrong)]
+            found = await asyncio.gather(*jobs, return_exceptions=True)
+            for failed in (found[0], found[2]):
+                assert isinstance(failed, StepError), failed
+                assert "rows, and" in str(failed)
+            assert isinstance(found[1], Request) and is_right(right, found[1])
+            assert is_right(right, await submitted(engine, right))
+            engine.audit()
 
     asyncio.run(run())
 

@@ -36,6 +36,8 @@ class Model:
     num_pages: int  # of each rank
     step: int = 0
     held: list[Held] = field(default_factory=list)
+    last_key: bytes = b""
+    first: int = -1  # of the ranks, if all are equally good
 
     def __post_init__(self) -> None:
         self.kv = RankCaches(
@@ -81,13 +83,16 @@ class Model:
             assert evicts or num >= self.longest(self.left[rank], tokens, namespace)
         in_use = [self.in_use(rank) for rank in range(self.num_ranks)]
         assert self.kv.match(*asked) == max(found)
+        if asked[0] != self.last_key:
+            self.last_key, self.first = asked[0], self.first + 1
         lease = self.kv.best_for(*asked).acquire(*asked)
         assert lease.rank in ranks and len(lease.pages) * self.page_size == found[lease.rank]
         for rank in ranks:
             more = in_use[lease.rank] - in_use[rank]
             worth = PREFIX_WEIGHT * (found[lease.rank] - found[rank])
-            # Of equals it is the first.
-            assert more < worth or (more == worth and lease.rank <= rank)
+            # Of equals it is that whose turn comes first.
+            turns = [(each - self.first) % self.num_ranks for each in (lease.rank, rank)]
+            assert more < worth or (more == worth and turns[0] <= turns[1])
         held = Held(lease, tokens, namespace)
         self.held.append(held)
         fits = self.kv.of(lease).reserve(lease, len(tokens)) is not None

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minisgl.config import EngineConfig
+from minisgl.errors import CheckpointError
 from minisgl.lora import files
 from minisgl.lora.files import CONFIG_FILE, TENSORS_FILE, AdapterError, read_adapter
+from minisgl.runner.setup import read_setup
 
 PATH = "model.layers.0.self_attn.q_proj"
 KEY = f"base_model.model.{PATH}.lora_{{}}.weight"
@@ -130,9 +133,13 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": "16"}, "lora_alpha is '16'; allowed: a finite number"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
     ({"lora_alpha": True}, "lora_alpha is True"),
+    ({"lora_alpha": 10**400}, "lora_alpha is 1000.*; allowed: a finite number"),
     ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is None; allowed: a finite number"),
     ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
     ({"alpha_pattern": {"(": 1}}, r"alpha_pattern has '\('; allowed: regular expressions"),
+    ({"alpha_pattern": {"(?i)q_proj": 1}}, r"alpha_pattern has '\(\?i\)q_proj'; allowed"),
+    ({"alpha_pattern": {"q_proj)|(.*": 1}}, "allowed: regular expressions"),
+    ({"alpha_pattern": {f"{i}": 1 for i in range(1025)}}, "JSON object of up to 1024 patterns"),
     ({"alpha_pattern": {"(a+)+b": 1}}, "none of a group"),
     ({"alpha_pattern": {"(a|a)*b": 1}}, "none of a group"),
     ({"alpha_pattern": {".*.*.*.*b": 1}}, "3 repetitions"),
@@ -226,9 +233,12 @@ def test_what_is_no_file_is_refused(name: str, kind: str, tmp_path: Path) -> Non
 def test_a_file_that_is_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MAX_TENSORS_BYTES", 100)
-    with pytest.raises(AdapterError, match="bytes; allowed: up to 100"):
-        read_adapter(write(tmp_path))
+    write(tmp_path)
+    for name, value in (("MAX_TENSORS_BYTES", 100), ("memory_bytes", lambda: 800)):
+        with monkeypatch.context() as changed:
+            changed.setattr(files, name, value)
+            with pytest.raises(AdapterError, match="bytes; allowed: up to 100"):
+                read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["..", "absolute", "link to a folder", "links to files", "\0"])
@@ -258,13 +268,13 @@ def test_a_file_that_is_cut_after_it_was_read_does_no_harm(tmp_path: Path) -> No
     write(tmp_path, tensors=matrices)
     adapter = read_adapter(tmp_path)
     os.truncate(tmp_path / TENSORS_FILE, 100)
-    assert bool((adapter.pairs[PATH].a == 1).all()) and len(adapter.digest) == 32
+    assert bool((adapter.pairs[PATH].a == 1).all()) and len(adapter.facts.digest) == 32
 
 
 def test_the_digest_is_of_the_content_and_not_of_its_name(tmp_path: Path) -> None:
     def digest(tensors: dict[str, Tensor] | None = None, **config: Any) -> bytes:
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        return read_adapter(write(folder, tensors, **config)).digest
+        return read_adapter(write(folder, tensors, **config)).facts.digest
 
     first = digest()
     assert digest() == first
@@ -291,3 +301,13 @@ def test_no_header_makes_another_error(
     (folder / TENSORS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(AdapterError):
         read_adapter(folder)
+
+
+def test_a_folder_of_an_option_is_looked_at_before_a_model_is_downloaded(tmp_path: Path) -> None:
+    for folder, said in (
+        (tmp_path / "absent", f"has no file {CONFIG_FILE}"),
+        (write(tmp_path / "dora", use_dora=True), "DoRA"),
+    ):
+        config = EngineConfig(model="nobody/no-such-model", lora=(f"a={folder}",))
+        with pytest.raises(CheckpointError, match=f"--lora a: .*{said}"):
+            read_setup(config)

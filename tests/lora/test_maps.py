@@ -4,7 +4,7 @@ checkpoint into which PEFT has merged the adapter."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from support.adapters import ADAPTERS, COMPUTED, Base, base_of, train
 from support.ranks import Rank
 from torch import Tensor
 
-from minisgl.lora import maps
+from minisgl.lora import files, maps
 from minisgl.lora.files import CONFIG_FILE, TENSORS_FILE, Adapter, AdapterError, Pair, read_adapter
 from minisgl.lora.maps import Maps, maps_of
+from minisgl.lora.pool import AdapterPool
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
@@ -145,6 +146,20 @@ def test_a_text_part_has_two_names(rename: Callable[[str], str], tmp_path: Path)
     check(trained.base, trained.folder, merged)
 
 
+@pytest.mark.parametrize("part", ["first-rank", "last-stage", "experts-of-last-rank"])
+def test_a_rank_keeps_its_part_alone_in_host_memory(part: str, tmp_path: Path) -> None:
+    trained = train("moe-stacked", tmp_path)
+
+    def packed(**options: Any) -> Tensor:
+        found = load(trained.base, trained.base.folder, **options)
+        cpu, adapter = torch.device("cpu"), read_adapter(trained.folder)
+        pool = AdapterPool(found, 1, RANK, 1, dtype=torch.float32, device=cpu)
+        return pool.pack(adapter).matrices
+
+    own = packed(**PARTS[part])
+    assert own.untyped_storage().nbytes() == own.nbytes < 0.8 * packed().nbytes
+
+
 # -- mistakes show --------------------------------------------------------------------------------
 
 
@@ -153,37 +168,39 @@ def _scale_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ignore_alpha_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adapter, "_patterns", [])
+    monkeypatch.setattr(files, "_alpha_patterns", lambda config: [])
 
 
 def _exchange_k_and_v(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._Found.put
+    plain = Maps._placed
 
-    def put(self: Any, path: str, place: Any, pair: Pair) -> None:
-        exchanged = {"k_proj": 2, "v_proj": 1}.get(path.rpartition(".")[2], place.part)
-        plain(self, path, replace(place, part=exchanged), pair)
+    def placed(self: Any, adapter: Any, path: str, *given: Any) -> Iterator[Any]:
+        for place, pair in plain(self, adapter, path, *given):
+            exchanged = {"k_proj": 2, "v_proj": 1}.get(path.rpartition(".")[2], place.part)
+            yield replace(place, part=exchanged), pair
 
-    monkeypatch.setattr(maps._Found, "put", put)
+    monkeypatch.setattr(Maps, "_placed", placed)
 
 
 def _order_b_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._put_stacked
+    plain = maps._stacked
 
-    def put(found: Any, adapter: Any, path: str, pair: Pair, name: str, module: Any) -> None:
+    def stacked(adapter: Any, path: str, pair: Pair, most: int, name: str, module: Any) -> Any:
         b = pair.b.unflatten(1, (module.num_experts, -1)).mT.flatten(1)
-        plain(found, adapter, path, Pair(pair.a, b), name, module)
+        return plain(adapter, path, Pair(pair.a, b), most, name, module)
 
-    monkeypatch.setattr(maps, "_put_stacked", put)
+    monkeypatch.setattr(maps, "_stacked", stacked)
 
 
 def _exchange_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maps._Found.put
+    plain = Maps._placed
 
-    def put(self: Any, path: str, place: Any, pair: Pair) -> None:
-        expert = None if place.expert is None else place.expert ^ 1
-        plain(self, path, replace(place, expert=expert), pair)
+    def placed(self: Any, *given: Any) -> Iterator[Any]:
+        for place, pair in plain(self, *given):
+            expert = None if place.expert is None else place.expert ^ 1
+            yield replace(place, expert=expert), pair
 
-    monkeypatch.setattr(maps._Found, "put", put)
+    monkeypatch.setattr(Maps, "_placed", placed)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +232,7 @@ def test_mistakes_change_weights(
 
 def an_adapter(path: str, a: tuple[int, int], b: tuple[int, int], **others: Pair) -> Adapter:
     pairs = {path: Pair(torch.zeros(a), torch.zeros(b)), **others}
-    return Adapter(pairs, None, 8.0, {}, False)
+    return Adapter(pairs, None, 8.0, (), False)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -233,6 +250,8 @@ EXPERTS = "model.layers.0.mlp.experts"
         (an_adapter("lm_head", (4, 128), (499, 4)), "lm_head.*allowed: down_proj"),
         (an_adapter("model.embed_tokens", (4, 499), (128, 4)), "is no map of this model"),
         (an_adapter(Q.replace("0", "2"), (4, 128), (256, 4)), "is no map of this model"),
+        (an_adapter(Q.replace("0", "00"), (4, 128), (256, 4)), r"layers\.00.*is no map"),
+        (an_adapter(f"{EXPERTS}.03.up_proj", (4, 128), (96, 4)), "is no map of this model"),
         (an_adapter(f"{EXPERTS}.8.up_proj", (4, 128), (96, 4)), "is no map of this model"),
         (an_adapter("model.layers.0.input_layernorm", (4, 8), (8, 4)), "is no map"),
         (an_adapter("../../etc/passwd", (4, 8), (8, 4)), "is no map"),
@@ -261,8 +280,39 @@ def test_an_adapter_of_a_layer_that_drafts_is_refused() -> None:
         )
 
 
-def test_the_map_from_latents_is_refused() -> None:
-    base = base_of("deepseek-v2")
+STRANGERS = (
+    *("layers.00.self_attn.q_proj", "layers.1.self_attn.z_proj", "layers.1.self_attn", "layers.1"),
+    *("layers", "layers.2.mlp.up_proj", "layers.1.mlp.experts.07.up_proj", "embed_tokens", "norm"),
+    *("layers.1.mlp.experts.8.up_proj", "layers.1.mlp.experts.7.z_proj", "mtp.layers.0.fc"),
+)
+
+
+@pytest.mark.parametrize("of_rank", ["stages", "experts"])
+@pytest.mark.parametrize("name", ["moe", "Qwen3MoeForCausalLM"])
+def test_what_no_rank_has_is_refused_by_one_of_them(name: str, of_rank: str) -> None:
+    """Though each leaves to the others what they have."""
+    base, number = base_of(name), 2
+    given: Callable[[int], dict[str, Any]] = {
+        "stages": lambda rank: {"layers": range(rank, rank + 1)},
+        "experts": lambda rank: {
+            "ranks": Rank(rank, number),
+            "changes": {"experts_by_rank": True},
+        },
+    }[of_rank]
+    ranks = [load(base, base.folder, **given(rank)) for rank in range(number)]
+    for path in (*(f"model.{each}" for each in STRANGERS), "lm_head", "visual.layers.0.qkv"):
+        refusals = 0
+        for maps_of_rank in ranks:
+            try:
+                assert not maps_of_rank.fit(an_adapter(path, (4, 8), (8, 4)), RANK)
+            except AdapterError:
+                refusals += 1
+        assert refusals, path
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm-flash"])
+def test_the_map_from_latents_is_refused(name: str) -> None:
+    base = base_of(name)
     path = "model.layers.0.self_attn.kv_b_proj"
     with pytest.raises(AdapterError, match="is no map of this model that can have an adapter"):
         load(base, base.folder).fit(an_adapter(path, (4, 48), (256, 4)), RANK)

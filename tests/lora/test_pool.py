@@ -200,7 +200,7 @@ def test_experts_cannot_have_adapters_on_a_gpu(tmp_path: Path) -> None:
     pool = AdapterPool(maps, 1, RANK, NUM_SLOTS, dtype=torch.bfloat16, device=device)
     with pytest.raises(AdapterError, match=r"experts: experts cannot have adapters on a GPU yet"):
         pool.pack(read_adapter(refused.folder))
-    assert pool.pack(read_adapter(taken.folder)).matrices.nbytes == pool.num_bytes
+    assert pool.pack(read_adapter(taken.folder)).matrices.nbytes == pool._matrices.nbytes
 
 
 def test_attention_beside_experts_in_mxfp4_is_adapted_and_these_are_refused(

@@ -57,7 +57,8 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
 
 def test_the_methods_are_those_of_a_product() -> None:
     own = {name for name in vars(Product) if not name.startswith("_")}
-    assert own - {"weights", "prepare"} == {*METHODS} - {"__call__"}
+    of_weights = {"weights", "prepare", "plain", "can_refresh", "refresh"}
+    assert own - of_weights == {*METHODS} - {"__call__"}
 
 
 @pytest.mark.parametrize("rows", [None, Rows.of(torch.zeros(3), torch.zeros(3))])

@@ -447,6 +447,24 @@ def test_a_checkpoint_must_fit_exactly(
         load_engine(tmp_path)
 
 
+def test_layers_that_draft_are_left_out_and_no_others(tmp_path: Path, folder: Path) -> None:
+    made = case_of("GraniteForCausalLM", folder).folder
+    config = json.loads((made / "config.json").read_text())
+    number = config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors, file = load_file(made / "model.safetensors"), tmp_path / "model.safetensors"
+    tensors[f"model.layers.{number}.enorm.weight"] = torch.zeros(3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    read = read_model_config(tmp_path)
+    load_engine(tmp_path, model_config=read)
+    assert "layers that draft tokens, left out: 1" in read.notes
+
+    tensors[f"model.layers.{number + 1}.enorm.weight"] = torch.zeros(3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"does not take: model.layers.{number + 1}.enorm"):
+        load_engine(tmp_path, model_config=read)
+
+
 @pytest.mark.parametrize(
     ("renamed", "mistake", "message"),
     [

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from support.divided_tiers import check_own_tiers
-from support.forked_programs import minisgl
 from support.parity import NOISE, batch, greedy, load_engine
 from support.state_cases import (
     EXPERTS,
@@ -37,7 +36,6 @@ from minisgl.errors import (
     CheckpointError,
     ConfigError,
     DeviceMemoryError,
-    UnsupportedModelError,
 )
 from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.gated_delta import reference
@@ -359,26 +357,6 @@ def test_mistakes_with_snapshots_change_tokens(
 
 
 # -- what is refused ------------------------------------------------------------------------------
-
-
-def test_engines_send_each_other_no_states(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with AsyncEngine(load_engine(case_of(TEXT[0]).folder, host_cache=0.01)) as engine:
-            with pytest.raises(UnsupportedModelError, match="without --roles"):
-                await engine.share_pages(f"{tmp_path}/engine", always_load=False)
-
-    asyncio.run(run())
-
-
-def test_replicas_with_roles_are_refused_before_their_weights_are_loaded(tmp_path: Path) -> None:
-    folder = shutil.copytree(case_of(TEXT[0]).folder, tmp_path / "checkpoint")
-    (folder / "model.safetensors").write_bytes(b"no weights")
-    options = ("--replicas", "2", "--roles", "prefill,decode", "--device", "cpu", "--port", "0")
-    # Of a KV cache in FP8 there may be scales among the weights.
-    ended = minisgl("serve", "--model", folder, *options, "--kv-cache-dtype", "model")
-    assert ended.returncode == UnsupportedModelError.exit_code
-    assert "keeps a state for each request" in ended.stderr, ended.stderr
-    assert "without --roles" in ended.stderr
 
 
 @pytest.mark.parametrize(

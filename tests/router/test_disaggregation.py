@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.cache_kinds import STATES, WINDOWED, reference_of
+from support.checkpoints import greedy_reference
 from support.processes import (
     children_of,
     replica_sockets,
@@ -21,6 +24,7 @@ from support.processes import (
     wait_until_nothing_is_left,
 )
 from support.serving_processes import demo
+from support.toy_tokenizers import byte_level_backend
 
 from minisgl.config import EngineConfig, machine
 from minisgl.errors import ConfigError
@@ -49,7 +53,7 @@ def prompt(seed: int, shared: int = 0) -> list[int]:
 
 async def ask(
     client: httpx.AsyncClient,
-    token_ids: list[int],
+    token_ids: list[int] | list[list[int]],
     headers: dict[str, str] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
@@ -178,6 +182,46 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
         wait_until_nothing_is_left(tmp_path)
 
 
+@pytest.mark.parametrize(("kind", "is_killed"), [(STATES, True), (WINDOWED, False)])
+async def test_engines_of_models_with_states_or_windows_hand_over_and_may_be_killed(
+    kind: str, is_killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, folder, model = reference_of(kind, drafts=False)
+    folder = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "small")
+    byte_level_backend().save(str(folder / "tokenizer.json"))
+    every = random.Random(0)
+    prompts = [[every.randrange(100, 250) for _ in range(300)] for _ in range(4)]
+    wholes = [greedy_reference(model, each, 8).token_ids for each in prompts]
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "120", "--tp", "2")
+    few = ("--max-running-requests", "4", "--max-prefill-length", "128", "--device", "cpu")
+    with demo(tmp_path, "--model", str(folder), *options, *few) as (process, url):
+        await asyncio.to_thread(wait_for_ready, process, url, 2)
+        async with httpx.AsyncClient(base_url=url) as client:
+            answer = await ask(client, prompts[:2])
+            assert tokens_of(answer) == wholes[:2] and cached_tokens(answer) == 2 * 288
+            while (seen := await counted(client))[TRANSFERS, "0", "sent"] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the other engine may be the first to know
+            assert seen[TRANSFERS, "1", "received"] == 2 and seen[PREFILLS, "done"] == 1
+            assert seen[BYTES, "0", "sent"] == seen[BYTES, "1", "received"] > 0
+            assert seen[DIRECT, "1", "received"] == seen[FALLBACKS, "1"] == 0
+
+            if is_killed:
+                ranks = ranks_of(tmp_path, replica=0)
+                os.kill(ranks[1], signal.SIGSTOP)
+                asked = asyncio.ensure_future(ask(client, prompts[2:]))
+                while not (await counted(client))[RUNNING]:  # noqa: ASYNC110 - asks a server
+                    await asyncio.sleep(0)
+                os.kill(ranks[1], signal.SIGKILL)
+                assert tokens_of(await asked) == wholes[2:]
+                await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
+                await asyncio.to_thread(wait_for_ready, process, url, 2)
+                answer = await ask(client, prompts[:2], cache_salt="again")
+                assert tokens_of(answer) == wholes[:2] and cached_tokens(answer) == 2 * 288
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        wait_until_nothing_is_left(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -193,7 +237,7 @@ def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize("roles", ["", "prefill,decode"])
-def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: str) -> None:
+def test_replicas_are_on_one_node_and_those_with_roles_do_not_divide_pages(roles: str) -> None:
     def make(**options: Any) -> RouterProcess:
         router = RouterConfig(replicas=2, roles=roles)
         engine = EngineConfig(device="cpu", **options)
@@ -216,7 +260,7 @@ def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_containe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = with_pages_shared(EngineConfig(host_cache=3.0), 2)
-    assert given == EngineConfig(host_cache=3.0, whole_pages=True)
+    assert given == EngineConfig(host_cache=3.0)
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +255,7 @@ class Harness:
             self.check_lag(plan)
             self.check_offloads(plan)
             self.check_loads(plan)
-            self.check_shares(plan, Counter(map(client_of, before.values())))
+            self.check_shares(before.values())
         self.scheduler.audit()
         return plan
 
@@ -325,11 +325,12 @@ class Harness:
                 assert sum(on_rank) < self.max_loading
                 self.loading[rank, load.id] = len(load.pages)
 
-    def check_shares(self, plan: StepPlan, had: Counter[str]) -> None:
-        """No client that something joins for has more than its share of what the others left."""
-        running = {run.slot: run for run in self.scheduler._slots.by_id.values()}
-        have = Counter(map(client_of, running.values()))
-        for client in {client_of(running[join.slot]) for join in plan.joins} - {""}:
+    def check_shares(self, before: Collection[Running]) -> None:
+        """No client that a request is admitted for has more than its share of what the others left.
+        One whose state has been loaded joins again, and is admitted no more."""
+        running = self.scheduler._slots.by_id.values()
+        had, have = (Counter(map(client_of, each)) for each in (before, running))
+        for client in {client_of(each) for each in running if each not in before} - {""}:
             num_left = self.num_slots - (had.total() - had[client])
             assert have[client] <= max(1, int(self.client_share * num_left))
 
@@ -2234,6 +2235,22 @@ def test_requests_go_to_the_emptiest_rank_and_back_to_their_prefix() -> None:
     assert ranks_of(harness) == {"c": 1, "d": 1, "e": 0}
     found = [running.request.num_cached_tokens for running in harness.scheduler._slots.running]
     assert found == [16, 16, 16]
+
+
+def test_idle_ranks_take_turns() -> None:
+    """Else one would lose prefixes for which the others have room. A request that asks its rank's
+    disk first, which has nothing, is still one."""
+    for disk in (None, FakeDisk()):
+        harness, ranks = (
+            Harness(num_ranks=3, num_slots=6, num_host_pages=20, disk=disk),
+            list[int](),
+        )
+        for n in range(6):
+            harness.scheduler.submit(make_request(str(n), [n] * 12, 2, ignore_eos=True))
+            harness.launch()
+            ranks += ranks_of(harness).values()
+            harness.run()
+        assert ranks == [0, 1, 2, 0, 1, 2]
 
 
 def test_requests_with_one_beginning_are_on_all_ranks() -> None:

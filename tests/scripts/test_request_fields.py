@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import request_fields
 from pages import with_table
 from request_fields import PAGE, effective_fields, in_words, named_bodies, table
+from support.written_tables import check_writing
 
 from minisgl.models.generation import GenerationDefaults
 from minisgl.server.endpoints import ENDPOINTS
@@ -104,13 +107,6 @@ def test_the_said_defaults_are_those_of_requests() -> None:
 
 
 def test_the_script_names_a_page_that_differs_and_writes_it(
-    tmp_path: request_fields.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = tmp_path / "page.md"
-    begin, end = "<!-- table of scripts/tools/request_fields.py -->\n", "<!-- its end -->\n"
-    page.write_text(f"Before.\n{begin}old\n{end}After.\n")
-    monkeypatch.setattr(request_fields, "PAGE", page)
-    for way, code in (("--check", 1), ("--write", 0), ("--check", 0)):
-        monkeypatch.setattr("sys.argv", ["request_fields.py", way])
-        assert request_fields.main() == code
-    assert page.read_text() == f"Before.\n{begin}{table()}{end}After.\n"
+    check_writing(request_fields, tmp_path, monkeypatch)

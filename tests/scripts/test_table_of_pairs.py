@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pairs
 import pytest
 from pages import with_table
 from pairs import KINDS, OPTIONS, PAGE, Outcome, cell, table
+from support.written_tables import check_writing
 
 WORKS, GIVES_WAY, REFUSED = Outcome
 
@@ -32,8 +35,8 @@ def test_there_is_one_cell_for_each_pair_and_each_reason_once() -> None:
     [
         ("`--host-cache`", "full layers and states", WORKS, ""),
         ("`--host-cache`", "windowed layers alone", GIVES_WAY, "needs layers without a window"),
-        ("`--roles`", "full and windowed layers", GIVES_WAY, "--whole-pages"),
-        ("`--roles`", "full layers and states", REFUSED, "engines do not send to others"),
+        ("`--roles`", "full and windowed layers", WORKS, ""),
+        ("`--roles`", "full layers and states", WORKS, ""),
         ("`--pp --roles`", "full layers", REFUSED, "--pp 2: replicas with --roles"),
         ("`--model-impl adopted`", "full layers and states", REFUSED, "the others keep a state"),
     ],
@@ -46,13 +49,6 @@ def test_a_cell_says_what_the_options_become(
 
 
 def test_the_script_names_a_page_that_differs_and_writes_it(
-    tmp_path: pairs.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = tmp_path / "page.md"
-    begin, end = "<!-- table of scripts/tools/pairs.py -->\n", "<!-- its end -->\n"
-    page.write_text(f"Before.\n{begin}old\n{end}After.\n")
-    monkeypatch.setattr(pairs, "PAGE", page)
-    for way, code in (("--check", 1), ("--write", 0), ("--check", 0)):
-        monkeypatch.setattr("sys.argv", ["pairs.py", way])
-        assert pairs.main() == code
-    assert page.read_text() == f"Before.\n{begin}{table()}{end}After.\n"
+    check_writing(pairs, tmp_path, monkeypatch)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_engine import FakeEngine
@@ -28,9 +31,9 @@ from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess
 from minisgl.server import ADMIN_VARIABLE, with_all_keys
 from minisgl.server.config import ServerConfig
+from minisgl.server.handlers.adapters import LOAD, UNLOAD, LoadAdapter, UnloadAdapter
 from minisgl.server.process import ServerProcess
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ADMIN = {"authorization": "Bearer admin"}
 ROOM = EngineConfig(max_loras=1)
 PROMPT = [*range(300, 320)]
@@ -255,9 +258,44 @@ def test_names_and_bodies_that_cannot_be_are_refused(client: httpx.Client) -> No
     answer = client.post(LOAD, content="{", headers={**ADMIN, "content-type": "application/json"})
     assert answer.status_code == 400
     assert client.post(LOAD, content="{}", headers=ADMIN).status_code == 400  # of no JSON type
+    assert error_of(load(client, "a\r\nb", "v0"))["param"] == "lora_name"
     assert client.post(UNLOAD, json={"lora_name": "demo"}, headers=ADMIN).status_code == 404
     assert client.get(LOAD, headers=ADMIN).status_code == 405
     assert names_at(client) == ["demo"]
+
+
+VALUES = st.none() | st.integers() | st.text() | st.lists(st.text()) | st.sampled_from(["v0", "x"])
+
+
+def test_any_values_give_an_answer_or_a_4xx(client: httpx.Client, models: object) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(path=st.sampled_from([LOAD, UNLOAD]), name=VALUES, folder=VALUES)
+    def check(path: str, name: Any, folder: Any) -> None:
+        body = json.dumps({"lora_name": name, "lora_path": folder})
+        headers = {**ADMIN, "content-type": "application/json"}
+        answer = client.post(path, content=body, headers=headers)
+        assert answer.status_code in (200, 400, 404, 409)
+        assert answer.status_code == 200 or error_of(answer)["message"]
+
+    check()
+
+
+def test_the_description_has_both_with_the_admin_key(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    assert "key" in document["components"]["securitySchemes"]
+    assert "security" not in document["paths"]["/v1/completions"]["post"]
+    for path, statuses, kind in (
+        (LOAD, {"200", "400", "401", "409"}, LoadAdapter),
+        (UNLOAD, {"200", "400", "401", "404"}, UnloadAdapter),
+    ):
+        described = document["paths"][path]["post"]
+        assert described["security"] and statuses <= described["responses"].keys()
+        example = described["requestBody"]["content"]["application/json"]["example"]
+        assert msgspec.convert(example, kind)
+        schema = document["components"]["schemas"][kind.__name__]
+        assert schema["required"] == [*schema["properties"]] == [*example]
+        for field in schema["properties"].values():
+            assert field["description"] and field["examples"] == ["sql"]
 
 
 @pytest.mark.parametrize("keys", [(), ("user", "admin")])
@@ -298,6 +336,7 @@ async def test_without_a_root_there_is_nothing_to_ask() -> None:
         for path in (LOAD, UNLOAD):
             answer = await client.post(path, json={"lora_name": "a"}, headers=ADMIN)
             assert answer.status_code == 404 and error_of(answer)["code"] == "unknown_url"
+            assert path not in (await client.get("/openapi.json")).json()["paths"]
 
 
 def test_a_root_needs_a_key_and_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,12 @@ class Asked:
 
 
 @torch.no_grad()
-def write_merged(model: PreTrainedModel, folder: Path, *, rank: int, seed: int) -> None:
+def write_merged(
+    model: PreTrainedModel, folder: Path, *, rank: int, seed: int, within: str = ""
+) -> None:
     """Write a random adapter of all linear layers but the head, and of all experts, in the form of
-    PEFT, and add what it computes to the weights of the model."""
+    PEFT, and add what it computes to the weights of the model. within: of modules whose path has
+    this part."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
 
     def pair(path: str, n: int, k: int, num_experts: int = 1) -> tuple[Tensor, Tensor]:
@@ -53,6 +56,8 @@ def write_merged(model: PreTrainedModel, folder: Path, *, rank: int, seed: int) 
         return a, b
 
     for path, module in model.named_modules():
+        if within not in path:
+            continue
         if isinstance(module, nn.Linear) and path != "lm_head":
             a, b = pair(path, *module.weight.shape)
             module.weight += 2 * b @ a

@@ -37,11 +37,11 @@ def path(*names: str) -> Path:
     return Path(_FOLDER.name, *names)
 
 
-def reference_of(kind: str, *, drafts: bool) -> tuple[Spec, Path, PreTrainedModel]:
+def reference_of(kind: str) -> tuple[Spec, Path, PreTrainedModel]:
     if kind == STATES:
         mtp, folder = hybrid(QWEN3_5.architecture)
         return QWEN3_5, folder, mtp._target[0]
-    if kind == LATENTS and drafts:
+    if kind == LATENTS:
         mtp, folder = latent("glm-flash")
         return spec_named("glm-flash"), folder, mtp._target[0]
     spec = spec_named(NATIVE[kind])
@@ -50,10 +50,9 @@ def reference_of(kind: str, *, drafts: bool) -> tuple[Spec, Path, PreTrainedMode
 
 
 @cache
-def case_of(kind: str, drafts: bool = True) -> Case:
-    """Prompts that share a beginning, for a model that caches so. drafts: it may bring layers that
-    do, which adopted models do not take."""
-    spec, folder, model = reference_of(kind, drafts=drafts)
+def case_of(kind: str) -> Case:
+    """Prompts that share a beginning, for a model that caches so."""
+    spec, folder, model = reference_of(kind)
     generator = torch.Generator().manual_seed(1)
     prompts = []
     for length in (NUM_SHARED, *LENGTHS):

@@ -25,6 +25,7 @@ from torch import Tensor
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
+from minisgl.images.prompt import Prompt
 from minisgl.models import lfm2, qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
@@ -236,25 +237,38 @@ def image_case(architecture: str) -> ImageCase:
 
 
 def _asked(reference: Any, template: list[int], pictures: list[Picture]) -> Asked:
-    prompt, spans = with_pictures(template, PLACEHOLDER, pictures)
-    ids: list[int] = []
-    rest = iter(pictures)
-    for token_id in template:
-        ids += next(rest).token_ids if token_id == PLACEHOLDER else [token_id]
+    return answered(reference, *with_pictures(template, PLACEHOLDER, pictures))
+
+
+def answered(reference: Any, prompt: list[int], spans: tuple[Span, ...]) -> Asked:
+    """What a model of transformers makes of a prompt."""
+    ids = Prompt(prompt, spans).shown_token_ids
+    tokens, logits = list(ids), list[Tensor]()
+    for _ in range(NUM_TOKENS):
+        # Sampled placeholders are no images.
+        row = _logits(reference, tokens, spans)[-1]
+        row[PLACEHOLDER] = -torch.inf
+        logits.append(row)
+        tokens.append(int(row.argmax()))
+    return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+
+
+def prompt_logits(reference: Any, asked: Asked) -> Tensor:
+    """[len(asked.prompt), vocab_size]"""
+    return _logits(reference, Prompt(asked.prompt, asked.spans).shown_token_ids, asked.spans)
+
+
+@torch.no_grad()
+def _logits(reference: Any, token_ids: list[int], spans: tuple[Span, ...]) -> Tensor:
     given: dict[str, Tensor] = {}
+    pictures = [span.picture for span in spans]
     for name in pictures[0].inputs if pictures else ():
         given[name] = torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
-    tokens, logits = list(ids), list[Tensor]()
-    with torch.no_grad():
-        for _ in range(NUM_TOKENS):
-            these = torch.tensor([tokens])
-            kinds = {name: (these == PLACEHOLDER).int() for name in _kinds_of(reference)}
-            # Sampled placeholders are no images.
-            row = reference(input_ids=these, **given, **kinds, use_cache=False).logits[0, -1]
-            row[PLACEHOLDER] = -torch.inf
-            logits.append(row)
-            tokens.append(int(row.argmax()))
-    return Asked(prompt, spans, tokens[len(ids) :], torch.stack(logits))
+    ids = torch.tensor([token_ids])
+    for name in _kinds_of(reference):
+        given[name] = (ids == PLACEHOLDER).int()
+    logits: Tensor = reference(input_ids=ids, **given, use_cache=False).logits[0]
+    return logits
 
 
 def _kinds_of(reference: Any) -> set[str]:
@@ -271,6 +285,7 @@ def config_of(folder: Path) -> ModelConfig:
 async def submitted(engine: AsyncEngine, asked: Asked, **options: Any) -> Request:
     """The request, once it has ended."""
     extras: list[Extra] = [Pictured(asked.spans)] if asked.spans else []
+    extras += options.pop("extras", ())
     stream = engine.submit(asked.prompt, options.pop("params", PARAMS), extras=extras, **options)
     async for _ in stream:
         engine.audit()

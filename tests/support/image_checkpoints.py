@@ -339,7 +339,7 @@ def reference_processor(folder: Path, family: Family) -> Any:
     kind: Any = getattr(module, family.processor)
     check = kind.check_argument_for_proper_class
     parts = {
-        "image_processor": transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        "image_processor": transformers.AutoImageProcessor.from_pretrained(folder),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
     kind = type(

@@ -121,6 +121,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
             ranks=runner.others if isinstance(runner, SeveralRanks) else None,
             disk=runner.disk,
             adapters=runner.adapters,
+            weights=runner.weights,
             sight=setup.sight,
         )
     )

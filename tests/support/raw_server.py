@@ -61,6 +61,7 @@ async def raw_server(
         for task in made.tasks:
             task.cancel()
         await asyncio.gather(*made.tasks)
+        await asyncio.sleep(0)  # in which the loop closes the sockets of those that were aborted
 
 
 def again(piece: bytes, *, head: bytes = HEAD, pause_s: float = 0.0) -> Answering:

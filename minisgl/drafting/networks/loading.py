@@ -17,15 +17,15 @@ from minisgl.drafting.networks.small_model import SmallModel
 from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from minisgl.layers.linear import VocabParallelEmbedding
 from minisgl.models.config import ModelConfig, NativeConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.config_reader import CONFIG_FILE, DRAFTING_LEFT_OUT, Fields, read_json
 from minisgl.models.decoder import Decoder
-from minisgl.models.deepseek import LEFT_OUT, LatentConfig
+from minisgl.models.deepseek import LatentConfig
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.filling import fill_from_files
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import (
     DUMMY_SEED,
-    fill_from_files,
     load_model,
     stored_tensors,
     weight_format,
@@ -76,7 +76,7 @@ class NetworkConfig:
         """The config of a model, whose notes say that it drafts."""
         notes, what = target.notes, f"{self.kind} in {self.folder}"
         if self.kind == MTP:
-            notes = tuple(note for note in notes if not note.startswith(LEFT_OUT))
+            notes = tuple(note for note in notes if not note.startswith(DRAFTING_LEFT_OUT))
             what = f"{MTP}, a layer of the checkpoint"
         return replace(target, notes=(*notes, f"tokens are drafted by {what}"))
 

@@ -34,6 +34,11 @@ class Product(ABC):
         """The tensors that a checkpoint fills in place, by their names in it: `weight`, `bias`."""
         ...
 
+    @property
+    def plain(self) -> Product:
+        """The product without what adapters add."""
+        return self
+
     @abstractmethod
     def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         """Returns y, a new tensor."""
@@ -99,3 +104,11 @@ class Product(ABC):
     def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
         """Make what a kernel reads of the weights, once a checkpoint has filled them. dtype: of x.
         Must come before a graph is captured."""
+
+    @property
+    def can_refresh(self) -> bool:
+        """Whether the weights can be filled again after `prepare`."""
+        return True
+
+    def refresh(self) -> None:  # noqa: B027 - likewise
+        """Make again, in place, what `prepare` has made, of weights that were filled again."""

@@ -26,6 +26,11 @@ class ExpertsProduct(ABC):
         first is that of all gates and ups."""
         ...
 
+    @property
+    def plain(self) -> ExpertsProduct:
+        """The product without what adapters add."""
+        return self
+
     @abstractmethod
     def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         """The sum without kernels: a new tensor like x. rows: as of Product."""

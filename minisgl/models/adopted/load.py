@@ -24,8 +24,7 @@ _ROUTERS = re.compile(r"(^|\.)(gate|router)(\.|$)")
 
 def check_adapters(config: AdoptedConfig) -> None:
     """Raise UnsupportedModelError if adapters of the model would not reach all that it computes."""
-    made = transformers_config(config.values, config.architecture)
-    prove_adapters(model_class(config.architecture), made, config.found, config.way)
+    prove_adapters(model_class(config.architecture), _made(config), config.found, config.way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,8 @@ class Blueprint:
         is_part = comm.size > 1, len(layers) < config.num_layers
         if any(is_part):
             ranks, stages = is_part
-            made = self._config()
             prove_parts(
-                *(architecture, made, config.found, config.way),
+                *(architecture, _made(config), config.found, config.way),
                 ranks=ranks,
                 stages=stages,
                 experts_by_rank=config.experts_by_rank,
@@ -57,7 +55,7 @@ class Blueprint:
             )
         dtype = str(self.dtype).removeprefix("torch.")
         return assemble(
-            skeleton(architecture, self._config(), self.dtype, self.device),
+            skeleton(architecture, _made(config), self.dtype, self.device),
             config.found,
             replace(config.facts(), dtype=dtype, max_seq_len=self.max_seq_len),
             config.known,
@@ -70,12 +68,18 @@ class Blueprint:
             by_request=config.attends_by_request,
         )
 
-    def names(self) -> Names:
-        """How the tensors of the checkpoint are called in the model."""
-        with torch.device("meta"):
-            model = model_class(self.config.architecture)._from_config(self._config())
-        of = names_of(model, has_towers=self.config.has_towers)
-        return Names(of, lambda name: is_quantizable(name) and not _ROUTERS.search(name))
 
-    def _config(self) -> Any:
-        return transformers_config(self.config.values, self.config.architecture)
+def tensor_names(config: AdoptedConfig) -> Names:
+    """How the tensors of the checkpoint are called in the model."""
+    with torch.device("meta"):
+        model = model_class(config.architecture)._from_config(_made(config))
+    layers = config.found.layers
+    path, more = layers[0].rpartition(".")[0], range(config.num_drafting_layers)
+    drafting = [f"{path}.{len(layers) + each}." for each in more]
+    of = names_of(model, has_towers=config.has_towers, drafting=drafting)
+    return Names(of, lambda name: is_quantizable(name) and not _ROUTERS.search(name))
+
+
+def _made(config: AdoptedConfig) -> Any:
+    """The config as transformers has it."""
+    return transformers_config(config.values, config.architecture)

@@ -117,6 +117,11 @@ class NormOf(nn.Module):
         if self.adds_one and self.weight is not None:
             self._weights = Weights(1 + self.weight.float(), self.eps)
 
+    def refresh(self) -> None:
+        """Make it again, in place, of a weight that was filled again."""
+        if self.adds_one and self.weight is not None and self._weights is not None:
+            self._weights.weight.copy_(1 + self.weight.float())
+
     def weights_for(self, x: Any) -> Weights:
         """What the kernels read to norm rows like x."""
         if self._weights is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minisgl.models.adopted.towers import RENAMED, is_of_text
@@ -13,9 +13,10 @@ _EXPERT_MAPS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 NameOf = Callable[[str], str | None]
 
 
-def names_of(model: Any, *, has_towers: bool = False) -> NameOf:
+def names_of(model: Any, *, has_towers: bool = False, drafting: Sequence[str] = ()) -> NameOf:
     """The name in the model, without its prefix, of a tensor by its name in a checkpoint; None for
-    what the model leaves aside. transformers knows the renamings, those of towers aside."""
+    what the model leaves aside, such as layers whose names begin with one of `drafting`.
+    transformers knows the renamings, those of towers aside."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(model)
@@ -27,6 +28,7 @@ def names_of(model: Any, *, has_towers: bool = False) -> NameOf:
         for renamed in _of_experts(each.source_patterns, each.target_patterns)
     ]
     prefix = f"{model.base_model_prefix}."
+    left_out = tuple(each.removeprefix(prefix) for each in drafting)
 
     def name_of(name: str) -> str | None:
         if has_towers:
@@ -37,7 +39,8 @@ def names_of(model: Any, *, has_towers: bool = False) -> NameOf:
             name, _ = renaming.rename_source_key(name)
         for pattern, replacement in of_experts:
             name = pattern.sub(replacement, name)
-        return name.removeprefix(prefix)
+        name = name.removeprefix(prefix)
+        return None if name.startswith(left_out) else name
 
     return name_of
 

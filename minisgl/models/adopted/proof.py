@@ -37,6 +37,7 @@ from minisgl.models.adopted.known import Known, recognised
 from minisgl.models.adopted.model import AdoptedModel
 from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
 from minisgl.models.adopted.swap import WAYS, Way
+from minisgl.models.filling import InMemory, part_of
 from minisgl.models.targets import Destinations, Stack
 
 TOLERANCE = 1e-3  # of the standard deviation of the logits
@@ -278,8 +279,7 @@ def _fill(to: Destinations, weights: dict[str, Tensor]) -> None:
         if stack is None and name in to.targets:
             stack = Stack((to.targets[name],), (name,))
         for target in stack.targets if stack is not None else ():
-            cut = (slice(min(s.first, s.whole), s.first + s.num_real) for s in target.cut)
-            target.fill(weight[tuple(cut)])
+            target.fill(part_of(InMemory(weight), target.cut))
 
 
 @dataclass

@@ -14,7 +14,8 @@ from minisgl.models.adopted.discover import discover
 from minisgl.models.adopted.division import divisibility
 from minisgl.models.adopted.proof import prove
 from minisgl.models.adopted.towers import left_out, text_part
-from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype
+from minisgl.models.config_reader import CONFIG_FILE, Fields, checkpoint_dtype, drafting_layers
+from minisgl.models.text_part import LEFT_OUT
 from minisgl.models.transformers_fields import causal_decoders, model_type_of
 
 # Of configs from before transformers had the architecture, and so another model_type: HunYuan-A13B.
@@ -38,7 +39,7 @@ def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
     config = transformers_config(values, architecture)
     if has_towers := architecture in TOWERS:
         towers = ", ".join(left_out(config))
-        notes.append(f"model: the text part of {architecture}; left out: {towers}")
+        notes.append(f"model: the text part of {architecture}{LEFT_OUT}{towers}")
         config, architecture = text_part(config)
         values = config.to_dict()
     model = model_class(architecture)
@@ -46,6 +47,7 @@ def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
     known, way = prove(model, config, found)
     with torch.device("meta"):
         made = model._from_config(config)
+    num_drafting, of_drafting = drafting_layers(Fields(values, CONFIG_FILE))
     max_seq_len, reason = _limit(config, has_table=found.has_position_table)
     return AdoptedConfig(
         architecture=architecture,
@@ -56,10 +58,11 @@ def read_adopted(fields: Fields, architecture: str) -> AdoptedConfig:
         max_seq_len=max_seq_len,
         max_seq_len_reason=reason,
         notes=(
-            *notes,
+            *(*notes, *of_drafting),
             f"model: {architecture} of transformers {transformers.__version__} with minisgl's "
             f"kernels ({way}), shown to compute the same in {time.monotonic() - began:.1f} s",
         ),
+        num_drafting_layers=num_drafting,
         values=values,
         found=found,
         known=known,

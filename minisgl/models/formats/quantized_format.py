@@ -137,7 +137,7 @@ class MatrixFormat(QuantizedFormat, Generic[Weights]):
 
     def expert_targets(self, path: str, module: FusedExperts) -> dict[str, Target]:
         found: dict[str, Target] = {}
-        product: Any = module.product
+        product: Any = module.product.plain
         inner, hidden, size = module.inner, module.hidden, module.inner.size
         for index, number in enumerate(module.held):
             gate_up, down = product.products(index)

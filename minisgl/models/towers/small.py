@@ -48,6 +48,12 @@ _SEED = 5
 Inputs = Mapping[str, NDArray[Any]]
 
 
+def inputs_of(kind: Kind, tower: Any, shape: tuple[int, int]) -> Inputs:
+    """What a tower of this kind takes of an image of noise. tower: its config. shape: in lines of
+    rows, for a kind that has them."""
+    return _KINDS[kind](tower, shape)[0]
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Show no bars and no warnings of transformers, which are about a model that nobody asks."""

@@ -16,8 +16,9 @@ from minisgl.errors import UnsupportedModelError
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
+from minisgl.models.filling import fill_from_files
 from minisgl.models.hub import safetensors_files
-from minisgl.models.loader import DUMMY_SEED, fill_from_files, stored_tensors
+from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
 from minisgl.models.towers.sight import Sight
@@ -41,6 +42,10 @@ class Tower:
     @property
     def num_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.module.parameters())
+
+    @property
+    def config(self) -> Any:
+        return self.module.config.vision_config  # type: ignore[union-attr]
 
     @torch.inference_mode()
     def rows(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import CheckpointError
-from minisgl.lora.files import AdapterError, read_adapter
+from minisgl.lora.files import AdapterError, AdapterFacts, read_adapter
 from minisgl.lora.pool import AdapterPool, HostAdapter
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Decoder
@@ -24,34 +24,24 @@ if TYPE_CHECKING:
     from minisgl.models.transformer import CausalLM
 
 
-class _Loaded(NamedTuple):
-    adapter: int
-    mark: CopyMark
-
-
 class DeviceAdapters:
     """The adapters of a rank, in host memory, and the places for some of them on the device."""
 
-    def __init__(
-        self,
-        pool: AdapterPool,
-        num_places: int,
-        lanes: Lanes,
-    ) -> None:
+    def __init__(self, pool: AdapterPool, num_places: int, lanes: Lanes) -> None:
         self.pool = pool
-        self.digests: dict[str, bytes] = {}  # of those loaded at the start, in their order
+        self.first: dict[str, AdapterFacts] = {}
         self.lanes = lanes
         self._adapters: dict[int, HostAdapter] = {}  # by number
         self._lane = copy_lane(lanes)
-        # Of each place, the last load. One thread changes it, and another reads it.
-        self._loads: list[_Loaded | None] = [None] * num_places
+        # Of the last load of each place, the adapter and the end. One thread writes, another reads.
+        self._loads: list[tuple[int, CopyMark] | None] = [None] * num_places
 
-    def read(self, number: int, folder: str, root: str | None = None) -> bytes:
+    def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
         """Read an adapter for plans to come; see AdapterReader."""
         self.lanes.enter_thread()
         adapter = read_adapter(Path(folder), root=None if root is None else Path(root))
         self._adapters[number] = self.pool.pack(adapter)
-        return adapter.digest
+        return adapter.facts
 
     def drop(self, number: int) -> None:
         """Forget an adapter. It may not be there, and a copy of it may be on its way."""
@@ -62,7 +52,7 @@ class DeviceAdapters:
         for place in {value - 1 for _, value in changes if value}:
             loaded = self._loads[place]
             assert loaded is not None, "a place is used before it is loaded"
-            self._lane.hold_compute(loaded.mark)
+            self._lane.hold_compute(loaded[1])
         slots, values = self.lanes.upload([[slot for slot, _ in changes], [v for _, v in changes]])
         self.pool.numbers.index_copy_(0, slots, values.int())
 
@@ -70,15 +60,15 @@ class DeviceAdapters:
         """Begin to load an adapter, once the steps launched so far have ended."""
         host = self._adapters[adapter]
         mark = self._lane.queue(lambda: self.pool.load(place, host), [self.lanes.mark()])
-        self._loads[place] = _Loaded(adapter, mark)
+        self._loads[place] = adapter, mark
 
     def landed(self, *, wait: bool) -> tuple[tuple[int, int], ...]:
         """The places whose loads have ended, and the adapters there. wait: for all that began."""
-        loads = [(place, each) for place, each in enumerate(self._loads) if each is not None]
+        loads = [(place, *each) for place, each in enumerate(self._loads) if each is not None]
         if wait:
-            for _, each in loads:
-                each.mark.wait()
-        return tuple((place, each.adapter) for place, each in loads if each.mark.is_reached())
+            for *_, mark in loads:
+                mark.wait()
+        return tuple((place, adapter) for place, adapter, mark in loads if mark.is_reached())
 
 
 class AdapterStep(StepPart):
@@ -117,7 +107,7 @@ def load_adapters(
     adapters = DeviceAdapters(pool, config.max_loras, lanes)
     for number, (name, folder) in enumerate(config.adapters):
         try:
-            adapters.digests[name] = adapters.read(number, folder)
+            adapters.first[name] = adapters.read(number, folder)
         except AdapterError as error:
             raise CheckpointError(f"--lora {name}: {error}") from error
     pool.pin(config.max_loras - len(config.adapters))

@@ -60,8 +60,9 @@ class Adapters(Part):
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
-        if isinstance(given, Adapted) and given.number in self._leaving | self._dropped:
-            raise ModelNotFoundError("The adapter of this request has just been unloaded.")
+        for gone in (self._leaving, self._dropped):
+            if isinstance(given, Adapted) and given.number in gone:
+                raise ModelNotFoundError("The adapter of this request has just been unloaded.")
         return given
 
     def unload(self, number: int, having: Sequence[Request]) -> None:

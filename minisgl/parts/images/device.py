@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
-from minisgl.errors import in_one_line
+from minisgl.errors import DeviceMemoryError, in_one_line
 from minisgl.models.decoder import Decoder
 from minisgl.models.towers.both_ways import BothWaysModel
+from minisgl.models.towers.largest import largest_inputs, most_pieces
 from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import BothWays, Sight
 from minisgl.models.towers.tower import Tower, load_tower
@@ -87,14 +88,14 @@ class DeviceImages:
         self._tower, self._rows, self._lanes = tower, rows, lanes
         self._embeddings, self.seeing, self.offsets = embeddings, seeing, offsets
         self._lane = copy_lane(lanes, priority=0)
-        # What ends the encoding of an image, by its number, or why it failed: for `open`, which
-        # needs no mark that is reached, and for `landed`, which another thread calls.
-        self._marks: dict[int, CopyMark | str] = {}
+        # What ends the encoding of an image, by its number: for `open`, which needs no mark that is
+        # reached, and, or why it failed, for `landed`, which another thread calls.
+        self._marks: dict[int, CopyMark] = {}
         self._to_report: dict[int, CopyMark | str] = {}
 
     def open(self, plan: ImagePlan) -> None:
-        """Let a step read the rows of images, once they are there, as they are on the rank that
-        has reported them; and let it count as its plan says."""
+        """Let a step read the rows of images, once they are there, and let it count as its plan
+        says. Of an image that is read, all ranks have said that its encoding has not failed."""
         if plan.offsets and self.offsets is not None:
             slots, values = self._lanes.upload(
                 [[*each] for each in zip(*plan.offsets, strict=True)]
@@ -108,10 +109,6 @@ class DeviceImages:
             self.seeing.last_seen = last_seen.int()
         for number in plan.reads:
             mark = self._marks.pop(number, None)
-            if isinstance(mark, str):
-                raise RuntimeError(
-                    f"an image could be encoded on another rank, but not here: {mark}"
-                )
             if mark is not None:
                 self._lane.hold_compute(mark)
         for embedding in self._embeddings:
@@ -129,17 +126,15 @@ class DeviceImages:
         """Begin to encode an image. Its rows are written once the steps launched so far, which may
         read what is there, have ended."""
         self._marks = {
-            number: mark
-            for number, mark in self._marks.items()
-            if isinstance(mark, str) or not mark.is_reached()
+            number: mark for number, mark in self._marks.items() if not mark.is_reached()
         }
-        mark: CopyMark | str
         try:
-            mark = self._queue(image)
+            mark = self._marks[image.number] = self._queue(image)
         except Exception as error:  # of whatever code, or there is no memory for it
             logger.warning("an image could not be encoded", exc_info=error)
-            mark = in_one_line(error)
-        self._marks[image.number] = self._to_report[image.number] = mark
+            self._to_report[image.number] = in_one_line(error)
+        else:
+            self._to_report[image.number] = mark
 
     def _queue(self, image: Encode) -> CopyMark:
         found: list[Tensor] = []
@@ -161,6 +156,26 @@ class DeviceImages:
 
         self._lane.queue(compute, [])
         return self._lane.queue(write, [self._lanes.mark()])
+
+    def peak_bytes(self, sight: Sight) -> int:
+        """Encode the largest image that the buffer has room for; returns the memory that it takes
+        beside what is there, which is measured on a GPU only. Raises DeviceMemoryError."""
+        if self._tower is None or self._lanes.device.type != "cuda":
+            return 0
+        tower, num_rows = self._tower, len(self._rows)
+        inputs = largest_inputs(sight, tower.config, num_rows)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found: list[Tensor] = []
+        try:
+            self._lane.queue(lambda: found.append(tower.rows(inputs)), []).wait()
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"The tower has no memory for an image of {num_rows} tokens; lower --image-rows, "
+                "or set it to 0 to run the text part alone."
+            ) from error
+        num_pieces = most_pieces(sight, num_rows, len(found[0]))
+        return num_pieces * (torch.cuda.max_memory_allocated() - held)
 
     def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
         """The images whose encoding has ended since the last call, and why it failed, or "". wait:

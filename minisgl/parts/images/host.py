@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from minisgl.images.picture import Picture, Span
 from minisgl.parts.images.positions import rope_positions
 from minisgl.request import Extra, Request, RequestStatus, SamplingParams
 from minisgl.scheduler.parts import Failed, Part
-from minisgl.scheduler.plan import Chunk, PartPlan
+from minisgl.scheduler.plan import Chunk, PartPlan, StepPlan, StepResult
 from minisgl.scheduler.state import Running, StepWork
 
 
@@ -123,6 +123,21 @@ class ImagePlan(PartPlan):
     reads: tuple[int, ...] = ()  # the numbers of the images whose rows the chunks read
 
 
+Encoded = tuple[
+    int, str
+]  # the number of an image whose encoding has ended, and why it failed or ""
+
+
+def encoded_in(plan: StepPlan, result: StepResult) -> Sequence[Encoded]:
+    """The images whose encoding was seen to end by the end of a step."""
+    found = (
+        outcome
+        for part, outcome in zip(plan.parts, result.parts, strict=True)
+        if isinstance(part, ImagePlan)
+    )
+    return cast(Sequence[Encoded], next(found, ()))
+
+
 _UNKNOWN = 1  # an offset that no slot has: images take fewer positions than rows
 
 
@@ -188,9 +203,6 @@ class Images(Part):
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
         if isinstance(given, Pictured):
-            if params.prompt_logprobs is not None:
-                reason = "is not supported for prompts with images, which have no tokens of text."
-                raise InvalidRequestError("prompt_logprobs", reason)
             pictures = {span.picture.digest: span.picture for span in given.spans}
             wanted = sum(picture.num_rows for picture in pictures.values())
             for each in pictures.values() if self._turns else ():

@@ -37,7 +37,7 @@ class ScoreStep(StepPart):
         """Score the chunks in blocks of rows, because logits are large."""
         tensors: list[Tensor] = []
         for chunk in self._chunks:
-            (targets,) = self._lanes.upload([chunk.token_ids])
+            (targets,) = self._lanes.upload([[max(0, each) for each in chunk.token_ids]])
             first = first_rows[chunk.index]
             rows = hidden[first : first + len(targets)]
             for some, part in zip(rows.split(self._block), targets.split(self._block), strict=True):
@@ -45,9 +45,9 @@ class ScoreStep(StepPart):
                 tensors += (scores.logprob, scores.top_ids, scores.top_logprobs)
         self._copy = self._lanes.download(tensors)
 
-    def outcome(self) -> dict[int, list[TokenLogprobs]]:
+    def outcome(self) -> dict[int, list[TokenLogprobs | None]]:
         """The prompt logprobs by index of the chunk."""
-        found: dict[int, list[TokenLogprobs]] = {}
+        found: dict[int, list[TokenLogprobs | None]] = {}
         if self._copy is None:
             return found
         tensors = iter(self._copy.wait())
@@ -57,5 +57,7 @@ class ScoreStep(StepPart):
                 scores = TokenScores(next(tensors), next(tensors), next(tensors))
                 count = len(scores.logprob)
                 targets = chunk.token_ids[len(rows) : len(rows) + count]
-                rows += list_logprobs(targets, scores, [chunk.num_top] * count).values()
+                wanted = [chunk.num_top if each >= 0 else None for each in targets]
+                listed = list_logprobs(targets, scores, wanted)
+                rows += [listed.get(row) for row in range(count)]
         return found

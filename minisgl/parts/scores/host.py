@@ -14,11 +14,11 @@ from minisgl.scheduler.state import StepWork
 
 @dataclass(slots=True)
 class PromptScores(Extra):
-    """The logprobs of a prompt's tokens but the first."""
+    """The logprobs of a prompt's tokens but the first; None of one that is no token of text."""
 
     num_top: int  # top logprobs that are reported for each
     num_tokens: int
-    found: list[TokenLogprobs] = field(default_factory=list)
+    found: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
     def computes_all_tokens(self) -> bool:
@@ -29,7 +29,7 @@ class PromptScores(Extra):
             self.found.clear()
 
 
-def scores_of(request: Request) -> list[TokenLogprobs]:
+def scores_of(request: Request) -> list[TokenLogprobs | None]:
     """The logprobs of the prompt so far; none where the request did not ask."""
     scores = request.extra(PromptScores)
     return [] if scores is None else scores.found
@@ -40,7 +40,7 @@ class ScoredChunk:
     """Prompt tokens whose logprobs the first rows of a chunk compute, one per row."""
 
     index: int  # of the chunk in the plan
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # a negative one is no token of text, and has none
     num_top: int  # top logprobs that are reported for each
 
 

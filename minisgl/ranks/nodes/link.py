@@ -2,7 +2,7 @@
 
     node 0   ── Start, plans, masks, Close ──▶  node
              ◀── Join, Ready, Answered ───────
-             ◀── Landed ──────────────────────
+             ◀── Landed, Encoded ─────────────
              ◀── Failed, Beat ───────────────▶
 
 It carries frames, each with its length and kind: encoded plans and token masks as they are, and
@@ -24,7 +24,7 @@ import numpy as np
 
 from minisgl.errors import MinisglError
 from minisgl.matcher import MaskRows
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Failed, Landed, Ready
+from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Encoded, Failed, Landed, Ready
 from minisgl.ranks.processes.mask_ring import StepMasks
 
 # A node with a heartbeat of its own process is silent for this long only if it, its machine or the
@@ -72,7 +72,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[float, ...] = ()  # a number of each of its ranks, which changes with its heartbeat
 
 
-Message = Join | Refused | Start | Ready | Landed | Answered | Failed | Close | Beat
+Message = Join | Refused | Start | Ready | Landed | Encoded | Answered | Failed | Close | Beat
 Frame = Message | StepMasks | bytes  # bytes: an encoded plan
 
 

@@ -17,6 +17,7 @@ from minisgl.ranks.nodes.link import Beat, Close, Frame, LinkError, Start
 from minisgl.ranks.processes.channel import (
     Answered,
     Channel,
+    Encoded,
     Failed,
     Landed,
     Message,
@@ -108,7 +109,7 @@ class NodesChannel(Channel):
             return [(rank, frame) for rank in ranks]
         if isinstance(frame, Answered):
             return [(frame.rank, frame)]
-        if isinstance(frame, Landed):
+        if isinstance(frame, Landed | Encoded):
             return [(ranks[0], frame)]
         if isinstance(frame, Beat):
             self._node_beats.update(zip(ranks, frame.ranks, strict=False))

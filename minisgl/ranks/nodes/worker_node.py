@@ -37,7 +37,15 @@ from minisgl.ranks.nodes.link import (
     Refused,
     Start,
 )
-from minisgl.ranks.processes.channel import HEARTBEAT_S, Answered, Channel, Failed, Landed, Ready
+from minisgl.ranks.processes.channel import (
+    HEARTBEAT_S,
+    Answered,
+    Channel,
+    Encoded,
+    Failed,
+    Landed,
+    Ready,
+)
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.remote_ranks import VERDICT_S, RemoteRanks
@@ -80,7 +88,7 @@ class _WorkerNode:
         logger.info("Node 0 has all nodes; loading ranks %s", ", ".join(map(str, self._own)))
         self._ranks = ranks = self._start_ranks(start)
         ranks.lost.add_done_callback(self._report)
-        ranks.answered = self._report_answer
+        ranks.answered = self._send
         threading.Thread(target=self._report_ready, args=(ranks,), daemon=True).start()
         with _second_signal_ends():
             try:
@@ -130,7 +138,8 @@ class _WorkerNode:
             interface=interface_of(self._link.own_address),
         )
         ranks = RemoteRanks(spec, Launcher(context), channel, self._own, may_hang=False)
-        ranks.landed = self._report_landed
+        ranks.landed = lambda load: self._send(Landed(load))
+        ranks.encoded = lambda number, why: self._send(Encoded(number, why))
         return ranks
 
     # -- while they run ----------------------------------------------------------------------------
@@ -182,13 +191,9 @@ class _WorkerNode:
             ranks.wait_ready(lambda fraction: None)
             self._link.send(Ready())
 
-    def _report_answer(self, answer: Answered) -> None:
-        with contextlib.suppress(OSError):
-            self._link.send(answer)
-
-    def _report_landed(self, load: int) -> None:
+    def _send(self, message: Answered | Landed | Encoded) -> None:
         with contextlib.suppress(OSError):  # which is about to be seen
-            self._link.send(Landed(load))
+            self._link.send(message)
 
     def _report(self, lost: Future[None]) -> None:
         if (error := lost.exception()) is not None:

@@ -2,7 +2,8 @@
 
     rank 0   ── plans, moves, calls, close ───▶  rank
              ◀── Ready, Failed ────────────────
-             ◀── Answered, RankMoved, Landed ──
+             ◀── Answered, RankMoved ──────────
+             ◀── Landed, Encoded ──────────────
              ◀── heartbeats ───────────────────
 
 Ranks on one machine use pipes, and shared memory for the heartbeats. For ranks on other machines
@@ -55,6 +56,13 @@ class Landed(Struct, frozen=True, tag=True):
     load: int
 
 
+class Encoded(Struct, frozen=True, tag=True):
+    """Sent when the encoding of an image has ended on a rank."""
+
+    number: int
+    why: str  # it failed, or ""
+
+
 class Answered(Struct, frozen=True, tag=True):
     """Sent when a call has ended on a rank."""
 
@@ -63,7 +71,7 @@ class Answered(Struct, frozen=True, tag=True):
     obstacle: str = ""  # why there is none
 
 
-Message = Ready | Failed | RankMoved | Landed | Answered
+Message = Ready | Failed | RankMoved | Landed | Encoded | Answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Answered,
     Channel,
+    Encoded,
     Landed,
     RankMoved,
     Waitable,
@@ -64,6 +65,8 @@ class RemoteRanks:
         self.answered: Callable[[Answered], None] = lambda answer: None  # called likewise
         # Called when a load has landed on a rank that has requests of its own, with its id.
         self.landed: Callable[[int], None] = lambda load: None
+        # Called when a rank has ended the encoding of an image: its number, and why it failed.
+        self.encoded: Callable[[int, str], None] = lambda number, why: None
         self.may_hang = may_hang
         self._specs = [replace(own, rank=rank) for rank in ranks]
         self._rendezvous = own.rendezvous
@@ -238,6 +241,9 @@ class RemoteRanks:
                 continue
             if isinstance(message, Landed):
                 self.landed(message.load)
+                continue
+            if isinstance(message, Encoded):
+                self.encoded(message.number, message.why)
                 continue
             with self._changed:
                 if isinstance(message, Answered):

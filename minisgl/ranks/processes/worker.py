@@ -24,14 +24,18 @@ from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
+from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
+from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.images.host import encoded_in
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.ranks.processes.channel import (
     HEARTBEAT_S,
     Answered,
+    Encoded,
     Failed,
     Landed,
     RankEnd,
@@ -127,18 +131,23 @@ def join_and_load(spec: RankSpec, report: Report = no_report) -> tuple[ModelRunn
 def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | None) -> None:
     """Launch the plans of rank 0 until the close message, and wait for their steps. own: the place
     of this rank among those that divide the requests, if it reports the loads of its own."""
-    launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
+    launched: queue.SimpleQueue[tuple[StepPlan, StepHandle] | None] = queue.SimpleQueue()
+    reporting = threading.Lock()
 
     def collect() -> None:
-        """Collect every step and drop its tokens, to detect steps that fail on this rank."""
+        """Collect every step and drop its tokens, to detect steps that fail on this rank. Report
+        the images that it has encoded, which another rank may not have."""
         runner.lanes.enter_thread()
-        while (handle := launched.get()) is not None:
+        while (step := launched.get()) is not None:
+            plan, handle = step
             try:
-                runner.collect(handle)
+                result = runner.collect(handle)
             except BaseException as error:
                 exit_with(end, error)
+            for number, why in encoded_in(plan, result):
+                with reporting, contextlib.suppress(OSError):  # rank 0 has died
+                    end.report(Encoded(number, why))
 
-    reporting = threading.Lock()
     loading: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
 
     def follow() -> None:
@@ -190,7 +199,7 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | No
             if plan.deferred:
                 deferred = plan, handle
                 continue
-        launched.put(handle)
+        launched.put((plan, handle))
         copies = plan.part(CopyPlan)
         if own is not None and copies is not None and copies.of_ranks[own].loads:
             loading.put(handle)
@@ -202,13 +211,30 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int, own: int | No
 
 def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | None) -> bytes:
     assert runner.adapters is not None, "there is room for adapters"
-    return runner.adapters.read(number, folder, root)
+    return runner.adapters.read(number, folder, root).digest
+
+
+def _weights(runner: ModelRunner) -> WeightTaker:
+    assert runner.weights is not None, "they were loaded"
+    return runner.weights
 
 
 # What rank 0 can have called on all ranks. Each may run beside the plans.
 CALLS: Mapping[str, Callable[..., object]] = {
     "listen": ModelRunner.listen,
     "read_adapter": _read_adapter,
+    "begin_weights": lambda runner, infos, partial: _weights(runner).begin(
+        msgspec.convert(infos, list[TensorInfo]), partial
+    ),
+    "take_weights": lambda runner, files: _weights(runner).take_files(files),
+    "join_group": lambda runner, address: _weights(runner).join(
+        msgspec.convert(address, GroupAddress)
+    ),
+    "leave_group": lambda runner, name: _weights(runner).leave(name),
+    "receive_weights": lambda runner, name, infos: _weights(runner).take_group(
+        name, msgspec.convert(infos, list[TensorInfo])
+    ),
+    "end_weights": lambda runner: _weights(runner).end(),
 }
 
 

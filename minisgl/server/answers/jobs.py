@@ -93,9 +93,9 @@ def fitted_prompts(
 
 def refuse_with_images(body: ChatRequest) -> None:
     """Raise InvalidRequestError for what a prompt with images cannot have."""
-    for name in ("truncate_prompt_tokens", "prompt_logprobs"):
-        if getattr(body, name) is not None:
-            raise InvalidRequestError(name, "is not supported for messages with images.")
+    if body.truncate_prompt_tokens is not None:
+        reason = "is not supported for messages with images."
+        raise InvalidRequestError("truncate_prompt_tokens", reason)
 
 
 def jobs_of(

@@ -1,48 +1,65 @@
-"""The handlers by which who has the admin key loads adapters, below the folder of --lora-root."""
+"""Loading and unloading adapters below the folder of --lora-root, for requests with the admin
+key."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from msgspec import Struct
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.http.auth import check_admin
-from minisgl.server.http.bodies import read_body
-from minisgl.server.service import Service
+from minisgl.server.endpoint import READING, Endpoint
+from minisgl.server.requests.translation import FieldNames
+from minisgl.server.service import Asked, Service
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-class Unloading(Struct):
+class UnloadAdapter(Struct):
     lora_name: str
+    """The name of the adapter, which requests give as their model. Example: `"sql"`"""
 
 
-class Loading(Unloading):
+class LoadAdapter(UnloadAdapter):
     lora_path: str
+    """Its folder, as a path below that of --lora-root. Example: `"sql"`"""
 
 
-async def load(service: Service, request: Request) -> Response:
-    state, config = service.state, service.state.config
-    check_admin(request.scope, config.admin_key)
-    asked = await read_body(request, Loading, strict=config.strict_fields)
-    name, adapters = asked.lora_name, state.engine().adapters
-    if name in state.model_names():
+async def load(service: Service, asked: Asked[LoadAdapter]) -> Response:
+    name, root, adapters = (
+        asked.body.lora_name,
+        service.state.config.lora_root,
+        asked.engine.adapters,
+    )
+    if name in service.state.model_names():
         reason = f"is a name of the model itself; allowed: another one; {adapters.loaded}"
         raise InvalidRequestError("lora_name", reason)
-    folder = os.path.join(config.lora_root, asked.lora_path)
-    await adapters.load(name, folder, root=config.lora_root)
+    await adapters.load(name, os.path.join(root, asked.body.lora_path), root=root)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-async def unload(service: Service, request: Request) -> Response:
-    config = service.state.config
-    check_admin(request.scope, config.admin_key)
-    asked = await read_body(request, Unloading, strict=config.strict_fields)
-    await service.state.engine().adapters.unload(asked.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+async def unload(service: Service, asked: Asked[UnloadAdapter]) -> Response:
+    await asked.engine.adapters.unload(asked.body.lora_name)
+    return PlainTextResponse(
+        f"Success: LoRA adapter '{asked.body.lora_name}' removed successfully."
+    )
 
 
-HANDLERS = {LOAD: load, UNLOAD: unload}
+_changes = partial(
+    Endpoint, naming=FieldNames("", "", fields={"lora": "lora_name"}).used, is_for_admin=True
+)
+ENDPOINTS = (
+    _changes(
+        LOAD,
+        "Load an adapter (LoRA).",
+        load,
+        LoadAdapter,
+        example={"lora_name": "sql", "lora_path": "sql"},
+        errors=(*READING, 409),
+    ),
+    _changes(
+        UNLOAD, "Unload an adapter (LoRA).", unload, UnloadAdapter, example={"lora_name": "sql"}
+    ),
+)

@@ -37,6 +37,7 @@ Images: TypeAlias = Literal["see", "refuse", "placeholder"]
 Detail: TypeAlias = Literal["auto", "low", "high"]
 SEEING_ROLES = ("user", "tool")  # whose messages may have images
 TEXT_ONLY = "this model takes text only"
+REFUSED = "this server refuses them"
 IMAGE_TEXT = "[Here is an image, which this model cannot see.]"
 
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
@@ -139,8 +140,7 @@ class Fitting:
         """
         if self.images == "placeholder":
             return None
-        off = "this server refuses them" if self.images == "refuse" else ""
-        if refusal := self.refusal or off:
+        if refusal := self.refusal or (REFUSED if self.images == "refuse" else ""):
             raise InvalidRequestError(
                 f"{path}.type",
                 f'cannot be an image, because {refusal.rstrip(".")}; with images: "placeholder" '

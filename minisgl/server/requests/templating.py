@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.errors import InvalidRequestError
-from minisgl.server.requests.chat_messages import MAX_PARTS, NO_FACTS, TEXT_ONLY, Fitting, Images
+from minisgl.server.requests.chat_messages import (
+    MAX_PARTS,
+    NO_FACTS,
+    REFUSED,
+    TEXT_ONLY,
+    Fitting,
+    Images,
+)
 from minisgl.server.requests.request_types import ChatRequest, TokenizeRequest
 from minisgl.text.history import fitted_history
 from minisgl.text.parsing.formats import MessageFormat
@@ -51,7 +58,9 @@ def template_messages(
         raise InvalidRequestError(
             "messages", f"must have at most {MAX_PARTS} content parts in all."
         )
-    fitting = Fitting(facts, body.images or reading.images, reading.refusal)
+    # A server that refuses images has no tower, and no request can change that.
+    refusal = REFUSED if reading.images == "refuse" else reading.refusal
+    fitting = Fitting(facts, body.images or reading.images, refusal)
     fitted = [
         message.for_template(f"messages.{index}", fitting) for index, message in enumerate(messages)
     ]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.attention.state import LayerState, PagedKV, distinct
+from minisgl.attention.state import LayerState, PagedKV, StateBySlot, distinct
 from minisgl.config import LayerSpec, page_bytes
 from minisgl.device.copy_lanes import CopyLane, CopyMark, Mark, copy_lane, upload_pages
 from minisgl.device.lanes import Lanes
@@ -146,6 +146,8 @@ class HostCopies:
         self.page_bytes = page_bytes = numbering.page_bytes
         self._parts = StateParts(states, numbering)
         self._windows = WindowParts(windowed, numbering)
+        # Whether anything is beside pages.
+        self.has_parts = bool(windowed) or any(isinstance(each, StateBySlot) for each in states)
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 

@@ -55,6 +55,7 @@ class WeightOnlyProduct(FusingProduct, QuantizedProduct):
         self.kernels: WeightOnlyKernels | None = None  # see share_kernels
         self.dense: DenseProduct | None = None  # with the dense copy: see keep_dense_copies
         self._words: WeightWords | None = None
+        self._dtype = torch.bfloat16  # of the x that these are for
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,6 +128,24 @@ class WeightOnlyProduct(FusingProduct, QuantizedProduct):
         if self.kernels is not None:
             self._prepared(dtype)
 
+    @property
+    def can_refresh(self) -> bool:
+        return self._words is None or not any(
+            each.is_meta for each in self.weight if isinstance(each, Tensor)
+        )
+
+    def refresh(self) -> None:
+        if self._words is None:
+            return
+        words, scales = self._words[:2]
+        made = self.make_words(self._dtype)
+        words.copy_(made.words)
+        scales.copy_(made.scales)
+        if self.dense is not None:
+            from minisgl.kernels.linear.weight_only import weight_only_gemm
+
+            weight_only_gemm.dequantize(self._words, self.dense.weight, pdl=False)
+
     def keep_dense_copy(self, dtype: torch.dtype) -> DenseProduct:
         """Keep W a second time, in the dtype of x, and return the product with it, which has no
         kernels yet."""
@@ -149,7 +168,7 @@ class WeightOnlyProduct(FusingProduct, QuantizedProduct):
 
     def _prepared(self, dtype: torch.dtype) -> WeightWords:
         if self._words is None:
-            self._words = self.make_words(dtype)
+            self._words, self._dtype = self.make_words(dtype), dtype
         return self._words
 
 

@@ -84,7 +84,7 @@ class ChunkedChoice(ReplyChoice):
         self._scored = job.params.logprobs is not None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
         self._alignment: Alignment | None = None
         self._plain = not (continuous_usage or self._scored or job.return_token_ids)
         # Nothing but null follows the text, so its empty string is the last one in the event.
@@ -138,7 +138,7 @@ class ChunkedChoice(ReplyChoice):
         self,
         text: str,
         logprobs: Sequence[TokenLogprobs],
-        prompt_logprobs: Sequence[TokenLogprobs] | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs | None] | None = None,
     ) -> list[PlacedToken]:
         """The tokens to report with `text`, if any; the first time with those of the echo, if these
         have logprobs."""
@@ -168,7 +168,9 @@ class ChunkedChoice(ReplyChoice):
             self._alignment.add(token, table[token.token_id] if has_text else b"")
         return placed + self._alignment.show(text, finished=self._finish_reason is not None)
 
-    def _prompt_token(self, scored: TokenLogprobs) -> dict[str, PromptToken]:
+    def _prompt_token(self, scored: TokenLogprobs | None) -> dict[str, PromptToken] | None:
+        if scored is None:  # a row of an image
+            return None
         text_of = self._tokenizer.token_text if self._tokenizer else named_by_id
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
         found = {scored.token_id: scored.logprob} | dict(scored.top[: self.job.prompt_logprobs])

@@ -1,0 +1,69 @@
+"""The group in which a trainer sends its weights: itself, as rank 0, and the ranks of engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+
+JOIN_S = 120.0  # for all to join
+BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where a group meets, and which part of it an engine is."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int  # of the engine's first rank
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class WeightGroup:
+    """Receives what rank 0 broadcasts."""
+
+    def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
+        """rank: in the group. Blocks until all have joined. Raises RuntimeError or OSError.
+
+        The group is one beside the default one, if there is one; both sides must form it by the
+        same functions of torch, or their keys in the store differ.
+        """
+        limit = timedelta(seconds=JOIN_S)
+        store = TCPStore(
+            address.master_address,
+            address.master_port,
+            address.world_size,
+            is_master=False,
+            timeout=limit,
+        )
+        self._name, self._device = address.group_name, device
+        self._group: Any
+        self._group, _ = distributed_c10d._new_process_group_helper(
+            address.world_size,
+            rank,
+            [],
+            address.backend,
+            PrefixStore(address.group_name, store),
+            group_name=distributed_c10d.GroupName(address.group_name),
+            timeout=limit,
+        )
+        members = {number: number for number in range(address.world_size)}
+        distributed_c10d._world.pg_group_ranks[self._group] = members
+
+    def receive(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor that rank 0 broadcasts, on the device. Blocks. Raises RuntimeError if
+        that ends."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.broadcast(tensor, 0, self._group)
+        return tensor
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,287 @@
+"""The weights of an engine, which may be replaced while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+
+from minisgl.distributed.weight_group import BACKENDS, GroupAddress
+from minisgl.engine.delivery import Delivery
+from minisgl.engine.loop import StepLoop
+from minisgl.engine.startup import Loaded
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    MinisglError,
+    in_one_line,
+)
+from minisgl.models.filling import InMemory, tensors_of
+from minisgl.models.hub import safetensors_files
+from minisgl.models.refilling import TensorInfo, WeightTaker
+from minisgl.parts.weights.host import WeightVersions
+from minisgl.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_VERSION_CHARS = 256
+T = TypeVar("T")
+
+# What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
+# anew, or end with an error.
+InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
+NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
+
+
+class WeightsIncompleteError(MinisglError):
+    """An update of the weights has failed in its middle."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "weights_incomplete"
+
+
+class WeightsReplacedError(MinisglError):
+    """A request was ended because the weights that answered it are replaced."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "weights_replaced"
+
+
+class PausedError(MinisglError):
+    """A request was ended by a pause."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "paused"
+
+
+class Weights:
+    """Replaces the weights between two steps, one update at a time. Used on the engine's loop.
+
+    All is checked before the first number changes. An update that fails after that leaves the
+    engine without whole weights: it refuses requests until an update of what is lacking succeeds.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded[Any],
+        scheduler: Scheduler,
+        delivery: Delivery,
+        steps: StepLoop,
+        refuse: Callable[[MinisglError | None], object],
+        check_open: Callable[[], object],
+    ) -> None:
+        """refuse: from now on refuses new requests with the error, if there is one. check_open:
+        raises EngineStoppedError, or what `refuse` was told."""
+        self._taker = loaded.weights
+        self._num_nodes = loaded.config.nnodes
+        self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
+        self._refuse, self._check_open = refuse, check_open
+        self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
+        self._updating = asyncio.Lock()
+        self._is_paused = False
+
+    @property
+    def version(self) -> str:
+        """Of the weights; empty: those that were loaded at the start."""
+        return self._versions.version
+
+    async def update(
+        self,
+        tensors: NamedTensors,
+        *,
+        version: str | None = None,
+        partial: bool = False,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        """Replace the weights by tensors with the names of the checkpoint; returns their version.
+
+        tensors: of the dtypes of a checkpoint, on any device. version: a name for the weights, by
+        default a random one. partial: the others stay; else all must be there. in_flight: what
+        becomes of requests that have begun. Raises CheckpointError and UnsupportedModelError;
+        nothing has changed then, unless a number is not finite. Raises ConfigError on several
+        nodes, and EngineStoppedError.
+        """
+        if self._num_nodes > 1:
+            reason = "tensors in memory reach the ranks of one machine; allowed: files, or 1"
+            raise ConfigError("--nnodes", self._num_nodes, reason)
+        given = dict(tensors)
+        infos = [TensorInfo.of(name, InMemory(tensor)) for name, tensor in given.items()]
+        return await self._in_turn(
+            self._update(
+                infos,
+                lambda taker: taker.take(given.items()),
+                version,
+                partial=partial,
+                in_flight=in_flight,
+            )
+        )
+
+    async def update_from_files(
+        self,
+        folder: str,
+        *,
+        version: str | None = None,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        """The same from the safetensors files of a folder, which all machines have."""
+        paths, infos = await asyncio.to_thread(_read, folder)
+        return await self._in_turn(
+            self._update(infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight)
+        )
+
+    async def _in_turn(self, change: Coroutine[Any, Any, T]) -> T:
+        """Make one change after the other. Who has asked may leave meanwhile."""
+
+        async def changed() -> T:
+            async with self._updating:
+                return await change
+
+        return await asyncio.shield(asyncio.ensure_future(changed()))
+
+    async def _update(
+        self,
+        infos: Sequence[TensorInfo],
+        take: Callable[[WeightTaker], None],
+        version: str | None,
+        *,
+        partial: bool = False,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        taker = self._open_taker()
+        version = secrets.token_hex(8) if version is None else version
+        if not (isinstance(version, str) and 1 <= len(version) <= MAX_VERSION_CHARS):
+            allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
+            raise InvalidRequestError("version", f"{allowed}.")
+        _check_in_flight(in_flight)
+        await asyncio.to_thread(taker.begin, infos, partial)
+        await self._steps.pause()
+        try:
+            self._check_alive()
+            try:
+                await asyncio.to_thread(take, taker)
+                is_whole = await asyncio.to_thread(taker.end)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self._change(version, in_flight, is_whole=is_whole)
+        finally:
+            if not self._is_paused:
+                self._steps.resume()
+        return version
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    async def join_group(self, address: GroupAddress) -> None:
+        """Have all ranks join the group of a trainer. Raises CheckpointError if that cannot be."""
+        if address.backend not in BACKENDS:
+            raise InvalidRequestError("backend", f"allowed: {' and '.join(BACKENDS)}.")
+        await self._in_turn(asyncio.to_thread(self._open_taker().join, address))
+
+    async def leave_group(self, name: str) -> None:
+        """Leave a group, if it is one."""
+        await self._in_turn(asyncio.to_thread(self._open_taker().leave, name))
+
+    async def update_from_group(
+        self,
+        group: str,
+        infos: Sequence[TensorInfo],
+        *,
+        version: str | None = None,
+        in_flight: InFlight = "keep",
+    ) -> str:
+        """Replace the weights that the trainer of a group sends, in the order of `infos`; the
+        others stay. Raises as `update` does."""
+        return await self._in_turn(
+            self._update(
+                infos,
+                lambda taker: taker.take_group(group, infos),
+                version,
+                partial=True,
+                in_flight=in_flight,
+            )
+        )
+
+    def reset_cache(self) -> None:
+        """Let no request match what is cached now. Updates do this themselves."""
+        self._check_alive()
+        requests = [stream.request for stream in self._delivery.streams.values()]
+        self._versions.change(self.version, secrets.token_bytes(16), requests)
+
+    # -- pauses ------------------------------------------------------------------------------------
+
+    async def pause(self, in_flight: InFlight = "keep") -> None:
+        """Compute nothing until `resume`; requests wait. Raises EngineStoppedError."""
+        _check_in_flight(in_flight)
+
+        async def paused() -> None:
+            self._check_alive()
+            self._is_paused = True
+            await self._steps.pause()
+            if in_flight == "abort":
+                self._end_requests(PausedError("The server is paused."))
+            elif in_flight == "recompute":
+                self._scheduler.retract_all()
+
+        await self._in_turn(paused())
+
+    async def resume(self) -> None:
+        async def resumed() -> None:
+            self._is_paused = False
+            self._steps.resume()
+
+        await self._in_turn(resumed())
+
+    def _open_taker(self) -> WeightTaker:
+        self._check_alive()
+        assert self._taker is not None, "the weights were loaded"
+        return self._taker
+
+    def _check_alive(self) -> None:
+        with contextlib.suppress(WeightsIncompleteError):
+            self._check_open()
+
+    def _fail(self, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, MinisglError) else type(error).__name__
+        incomplete = WeightsIncompleteError(
+            f"An update of the weights has failed, which are incomplete: {reason} Allowed: another "
+            "update, at least of what this one was to bring."
+        )
+        self._refuse(incomplete)
+        self._end_requests(incomplete)
+
+    def _change(self, version: str, in_flight: InFlight, *, is_whole: bool) -> None:
+        if in_flight == "abort":
+            self._end_requests(WeightsReplacedError("The weights of the model were replaced."))
+        elif in_flight == "recompute":
+            self._scheduler.retract_all()
+        requests = [stream.request for stream in self._delivery.streams.values()]
+        self._versions.change(version, secrets.token_bytes(16), requests)
+        if is_whole:
+            self._refuse(None)
+
+    def _end_requests(self, error: MinisglError) -> None:
+        for stream in [*self._delivery.streams.values()]:
+            self._delivery.cancel(stream.request, error)
+
+
+def _check_in_flight(in_flight: str) -> None:
+    if in_flight not in get_args(InFlight):
+        raise InvalidRequestError("in_flight", f"allowed: {', '.join(get_args(InFlight))}.")
+
+
+def _read(folder: str) -> tuple[list[str], list[TensorInfo]]:
+    """The safetensors files of a folder, and what is in them. Raises CheckpointError."""
+    try:
+        files = safetensors_files(Path(folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder!r:.200} cannot be read: {in_one_line(error)}.") from error
+    infos = [TensorInfo.of(name, stored) for file in files for name, stored in tensors_of(file)]
+    return [str(file) for file in files], infos

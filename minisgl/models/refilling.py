@@ -1,0 +1,190 @@
+"""Fills the weights of a model that runs anew, where they are: captured steps hold their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minisgl.device.lanes import Lanes
+from minisgl.distributed.weight_group import GroupAddress, WeightGroup
+from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
+from minisgl.layers.latent_attention import LatentAttention
+from minisgl.layers.linear import Linear
+from minisgl.models.config import ModelConfig
+from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
+from minisgl.models.loader import destinations, names_in
+from minisgl.models.transformer import CausalLM
+
+if TYPE_CHECKING:
+    from minisgl.models.adopted.model import AdoptedModel
+
+UPDATE = "The update"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TensorInfo(NamedTuple):
+    """What is said of a tensor before it comes."""
+
+    name: str  # in a checkpoint
+    dtype: str  # as safetensors names it
+    shape: list[int]
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    @staticmethod
+    def of(name: str, stored: Any) -> TensorInfo:
+        return TensorInfo(name, stored.get_dtype(), stored.get_shape())
+
+
+class WeightTaker(Protocol):
+    """What takes the weights of all ranks anew: `begin`, which changes nothing, what brings
+    tensors, and `end`. Blocks; one call at a time, while no step runs."""
+
+    def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None: ...
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def take_files(self, files: Sequence[str]) -> None: ...
+
+    def join(self, address: GroupAddress) -> None: ...
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None: ...
+
+    def leave(self, name: str) -> None: ...
+
+    def end(self) -> bool: ...
+
+
+class Refilling:
+    """Takes the weights of one rank anew, as a WeightTaker."""
+
+    def __init__(
+        self, model: CausalLM | AdoptedModel, config: ModelConfig, lanes: Lanes, rank: int
+    ) -> None:
+        """model: whose kernels are prepared before `begin`. rank: among all of the engine. Methods
+        run on any thread, one at a time, while no step does."""
+        self._model, self._config, self._lanes, self._rank = model, config, lanes, rank
+        self._filling: Filling | None = None
+        self._is_partial = False
+        self._largest: list[Tensor] = []  # of tensors that are to come, and so begin at 0
+        self._coming: set[str] = set()
+        self._lacking: set[str] = set()  # targets of an update that has begun, and has not ended
+        self._groups: dict[str, WeightGroup] = {}
+
+    def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
+        """Check all that is to come. partial: the other weights stay. Raises CheckpointError, and
+        UnsupportedModelError for weights that the kernels read in another form."""
+        self._lanes.enter_thread()
+        self._refuse(partial)
+        to, names = destinations(self._model, self._config.quantization), names_in(self._config)
+        dry = Filling(to, names, reads=False)
+        for info in infos:
+            dry.add(UPDATE, info.name, info)
+        dry.end(UPDATE, partial=partial)
+        self._filling, self._is_partial = Filling(to, names), partial
+        self._coming = dry.filled
+        self._largest = [*self._input_scales()]
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Put tensors into their places. Raises CheckpointError, also for numbers that are not
+        finite."""
+        self._lanes.enter_thread()
+        for name, tensor in tensors:
+            self._take(name, tensor)
+
+    def take_files(self, files: Sequence[str]) -> None:
+        """The same of all tensors of safetensors files."""
+        self._lanes.enter_thread()
+        for file in files:
+            for name, stored in tensors_of(Path(file)):
+                self._take(name, stored[...])
+
+    def join(self, address: GroupAddress) -> None:
+        """Join a trainer's group. Raises CheckpointError if that cannot be."""
+        self._lanes.enter_thread()
+        self.leave(address.group_name)
+        rank = address.rank_offset + self._rank
+        try:
+            self._groups[address.group_name] = WeightGroup(address, rank, self._lanes.device)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CheckpointError(f"The group cannot be joined: {in_one_line(error)}.") from error
+
+    def leave(self, name: str) -> None:
+        """Leave a group, if it is one."""
+        if (group := self._groups.pop(name, None)) is not None:
+            group.close()
+
+    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
+        """The same of tensors that the trainer of a group sends now, in this order."""
+        self._lanes.enter_thread()
+        if (group := self._groups.get(name)) is None:
+            raise CheckpointError(f"There is no group {name:.80}; allowed: one that was joined.")
+        wrong: CheckpointError | None = None
+        for info in infos:
+            try:
+                tensor = group.receive(info.shape, DTYPES[info.dtype])
+            except RuntimeError as error:
+                raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
+            try:
+                self._take(info.name, tensor)
+            except CheckpointError as error:  # the others in the group wait for this rank
+                wrong = wrong or error
+        if wrong is not None:
+            raise wrong
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        assert self._filling is not None, "an update has begun"
+        self._lacking |= self._coming
+        if tensor.dtype in _FLOATS and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{UPDATE}: {name} has NaN or infinities; allowed: numbers.")
+        for largest in self._largest:
+            largest.zero_()
+        self._largest = []
+        self._filling.add(UPDATE, name, InMemory(tensor))
+
+    def end(self) -> bool:
+        """Make what kernels read of the weights again. Returns whether these are whole: no part of
+        an update that has failed is lacking. Raises CheckpointError."""
+        assert self._filling is not None, "an update has begun"
+        self._lanes.enter_thread()
+        filling, self._filling = self._filling, None
+        filling.end(UPDATE, partial=self._is_partial)
+        for module in self._module.modules():
+            if isinstance(module, Linear):
+                module.product.plain.refresh()
+            elif hasattr(module, "refresh"):
+                module.refresh()
+        self._lanes.synchronize()  # steps may read weights before their turn comes
+        self._lacking -= filling.filled
+        return not self._lacking
+
+    def _refuse(self, partial: bool) -> None:
+        reason = ""
+        if partial and any(True for _ in self._input_scales()):
+            reason = "of a part of the weights its scales of inputs cannot be known"
+        for module in self._module.modules():
+            if isinstance(module, Linear) and not module.product.plain.can_refresh:
+                reason = "its kernels keep the weights in another form"
+            if isinstance(module, LatentAttention) and self._config.quantization is not None:
+                reason = "latent attention keeps a quantised map in another form"
+        if reason:
+            raise UnsupportedModelError(
+                f"the weights of this model cannot be replaced in {self._config.quantization}: "
+                f"{reason}; allowed: a checkpoint in bfloat16, also with --quantization fp8"
+            )
+
+    def _input_scales(self) -> Iterator[Tensor]:
+        named = self._module.named_parameters()
+        return (weight for name, weight in named if name.endswith("input_scale"))
+
+    @property
+    def _module(self) -> Any:
+        return self._model if isinstance(self._model, CausalLM) else self._model.module

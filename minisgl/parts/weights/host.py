@@ -1,0 +1,67 @@
+"""Which weights have computed what: a version of each request, and of the KV of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+from minisgl.request import Extra, Request, RequestStatus, SamplingParams
+from minisgl.scheduler.parts import Part
+
+
+class VersionSpan(NamedTuple):
+    """Output tokens that weights of one version have sampled: those from `first` on."""
+
+    first: int
+    version: str
+
+
+@dataclass(slots=True, eq=False)
+class OfWeights(Extra):
+    """The versions of the weights that answer a request, oldest first."""
+
+    spans: list[VersionSpan]
+    kv_of: bytes = field(default=b"")
+
+
+class WeightVersions(Part):
+    """Gives new requests the present version, so that they match no KV of older weights. Until the
+    weights are changed for the first time, it says nothing."""
+
+    kind = OfWeights
+
+    def __init__(self) -> None:
+        self.version = ""
+        self._kv_of = b""  # drawn for each version; empty: of the weights that were loaded
+
+    def extra(
+        self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
+    ) -> Extra | None:
+        return OfWeights([VersionSpan(0, self.version)], self._kv_of) if self._kv_of else None
+
+    def concerns(self, request: Request) -> bool:
+        return False  # it does nothing in steps
+
+    def change(self, version: str, kv_of: bytes, requests: Iterable[Request]) -> None:
+        """Take a new version, whose KV has a key of its own. Requests that run go on with the KV
+        that they have; those that wait match no older one."""
+        for request in requests:
+            of_weights = request.extra(OfWeights)
+            if of_weights is None:
+                of_weights = OfWeights([VersionSpan(0, self.version)])
+                request.extras = (*request.extras, of_weights)
+            spans, num_tokens = of_weights.spans, request.num_output_tokens
+            if spans[-1].first == num_tokens:
+                spans.pop()
+            spans.append(VersionSpan(num_tokens, version))
+            if request.status is RequestStatus.WAITING:
+                request.namespace = blake2b(request.namespace + kv_of, digest_size=16).digest()
+        self.version, self._kv_of = version, kv_of
+
+
+def versions_of(request: Request) -> list[VersionSpan]:
+    """The versions of the weights that have answered a request; none until weights are changed."""
+    of_weights = request.extra(OfWeights)
+    return [] if of_weights is None else of_weights.spans

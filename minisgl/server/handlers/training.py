@@ -1,0 +1,228 @@
+"""The endpoints by which a trainer with the admin key replaces the weights: --trainer.
+
+Paths and fields are those of SGLang and vLLM. Nothing that comes is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl.errors import (
+    CallerError,
+    CheckpointError,
+    InvalidRequestError,
+)
+from minisgl.server.endpoint import Endpoint
+from minisgl.server.http.encoding import json_response
+from minisgl.server.service import Asked, Service
+
+# What becomes of requests that have begun, by the words of SGLang and vLLM.
+_MODES = {
+    "keep": "keep",
+    "in_place": "keep",
+    "recompute": "recompute",
+    "retract": "recompute",
+    "abort": "abort",
+}
+_GROUP = "weight_update_group"
+A = TypeVar("A")
+
+
+class Done(Struct):
+    message: str
+    success: bool = True
+
+
+class WorldSize(Struct):
+    world_size: int
+
+
+class PauseGeneration(Struct):
+    mode: str = "abort"
+    """What becomes of requests that have begun: in_place, retract or abort. Example: `"retract"`"""
+
+
+class Update(Struct, kw_only=True):
+    weight_version: str | None = None
+    """A name for the weights. Default: a random one. Example: `"step 10"`"""
+    abort_all_requests: bool = False
+    """End the requests that have begun, which else go on with the KV that they have. Example:
+    `true`"""
+
+
+class UpdateFromDisk(Update, kw_only=True):
+    model_path: str
+    """A folder with safetensors files of all weights. Example: `"/models/step-10"`"""
+
+
+class LeaveGroup(Struct, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
+
+
+class JoinGroup(LeaveGroup, kw_only=True):
+    master_address: str
+    """Where the group meets. Example: `"127.0.0.1"`"""
+    master_port: int
+    """Its port. Example: `29500`"""
+    rank_offset: int
+    """The rank of the engine's first rank. Example: `1`"""
+    world_size: int
+    """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+    backend: str = "nccl"
+    """nccl, or gloo on CPUs. Example: `"gloo"`"""
+
+
+class UpdateFromGroup(Update, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
+    names: list[str]
+    """The tensors that the trainer sends now, in this order. Example: `["model.norm.weight"]`"""
+    dtypes: list[str]
+    """Their dtypes. Example: `["bfloat16"]`"""
+    shapes: list[list[int]]
+    """Their shapes. Example: `[[1024]]`"""
+
+
+Handler = Callable[[Service, A], Awaitable[Response]]
+
+
+def _told(handler: Handler[A]) -> Handler[A]:
+    """What is wrong with weights is the caller's to hear."""
+
+    async def answered(service: Service, asked: A) -> Response:
+        try:
+            return await handler(service, asked)
+        except CheckpointError as error:
+            raise CallerError(str(error)) from error
+
+    return answered
+
+
+async def pause(service: Service, request: Request) -> Response:
+    return await _pause(service, request.query_params.get("mode", "keep"))
+
+
+async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> Response:
+    return await _pause(service, asked.body.mode)
+
+
+async def _pause(service: Service, mode: str) -> Response:
+    if mode not in _MODES:
+        raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
+    in_flight: Any = _MODES[mode]
+    await service.state.engine().weights.pause(in_flight)
+    return json_response(Done("The engine is paused."))
+
+
+async def resume(service: Service, request: Request) -> Response:
+    await service.state.engine().weights.resume()
+    return json_response(Done("The engine goes on."))
+
+
+async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
+    body, weights = asked.body, asked.engine.weights
+    return _updated(await weights.update_from_files(body.model_path, **_options(body)))
+
+
+async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
+    from minisgl.distributed.weight_group import GroupAddress
+
+    body = asked.body
+    await asked.engine.weights.join_group(
+        GroupAddress(
+            master_address=body.master_address,
+            master_port=body.master_port,
+            rank_offset=body.rank_offset,
+            world_size=body.world_size,
+            group_name=body.group_name,
+            backend=body.backend,
+        )
+    )
+    return json_response(Done(f"The group {body.group_name} was joined."))
+
+
+async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
+    await asked.engine.weights.leave_group(asked.body.group_name)
+    return json_response(Done(f"The group {asked.body.group_name} was left."))
+
+
+async def update_from_group(service: Service, asked: Asked[UpdateFromGroup]) -> Response:
+    from minisgl.models.filling import DTYPES
+    from minisgl.models.refilling import TensorInfo
+
+    body = asked.body
+    if not len(body.names) == len(body.dtypes) == len(body.shapes):
+        raise InvalidRequestError("names", "allowed: as many names as dtypes and shapes.")
+    named = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    for dtype in body.dtypes:
+        if dtype not in named:
+            raise InvalidRequestError(
+                "dtypes", f"{dtype:.80} is none; allowed: {', '.join(named)}."
+            )
+    dtypes = [named[dtype] for dtype in body.dtypes]
+    infos = [*map(TensorInfo, body.names, dtypes, body.shapes)]
+    weights = asked.engine.weights
+    return _updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
+
+
+def _options(body: Update) -> dict[str, Any]:
+    in_flight = "abort" if body.abort_all_requests else "keep"
+    return {"version": body.weight_version, "in_flight": in_flight}
+
+
+def _updated(version: str) -> Response:
+    return json_response(Done(f"The weights have the version {version}."))
+
+
+async def reset_cache(service: Service, request: Request) -> Response:
+    service.state.engine().weights.reset_cache()
+    return json_response(Done("No later request matches what is cached."))
+
+
+async def world_size(service: Service, request: Request) -> Response:
+    return json_response(WorldSize(service.state.engine().config.num_ranks))
+
+
+_admins = partial(Endpoint, answer=Done, is_for_admin=True)
+ENDPOINTS = (
+    _admins(
+        "/update_weights_from_disk",
+        "Replace the weights by those of a folder.",
+        _told(update_from_disk),
+        UpdateFromDisk,
+        example={"model_path": "/models/step-10"},
+    ),
+    _admins(
+        "/init_weights_update_group",
+        "Join a group in which a trainer sends weights.",
+        _told(join_group),
+        JoinGroup,
+        example={
+            "master_address": "127.0.0.1",
+            "master_port": 29500,
+            "rank_offset": 1,
+            "world_size": 2,
+        },
+    ),
+    _admins(
+        "/update_weights_from_distributed",
+        "Replace weights by those that the trainer of a group sends now.",
+        _told(update_from_group),
+        UpdateFromGroup,
+        example={"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1024]]},
+    ),
+    _admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
+    _admins("/pause", "Compute nothing, and let requests wait.", pause),
+    _admins("/resume", "Go on.", resume),
+    _admins("/pause_generation", "The same as /pause.", pause_generation, PauseGeneration),
+    _admins("/continue_generation", "The same as /resume.", resume),
+    _admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
+    _admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
+)

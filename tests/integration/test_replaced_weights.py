@@ -1,0 +1,305 @@
+"""Weights that are replaced while requests run, against engines that were loaded with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint, random_prompt, spec_named
+from support.parity import load_engine
+from support.ports import free_port
+from support.sending_trainer import start_trainer
+from torch import Tensor
+
+from minisgl import LLM, SamplingParams
+from minisgl.distributed.weight_group import GroupAddress
+from minisgl.engine import AsyncEngine
+from minisgl.engine.weights import InFlight, WeightsIncompleteError, WeightsReplacedError
+from minisgl.errors import CheckpointError, InvalidRequestError, MinisglError
+from minisgl.models.filling import InMemory
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.refilling import TensorInfo
+from minisgl.parts.weights.host import versions_of
+from minisgl.request import Request
+
+SPEC = spec_named("qwen3")
+FOLDER = TemporaryDirectory()
+NORM = "model.norm.weight"
+PROMPTS = [random_prompt(SPEC, length, seed) for seed, length in enumerate((9, 33, 40))]
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
+
+
+@cache
+def folder_of(seed: int) -> Path:
+    return make_checkpoint(replace(SPEC, seed=seed), Path(FOLDER.name) / str(seed))
+
+
+@cache
+def weights_of(seed: int) -> dict[str, Tensor]:
+    files = folder_of(seed).glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def engine_of(seed: int, **options: Any) -> AsyncEngine:
+    given = {"page_size": 4, "max_prefill_length": 16, **options}
+    return AsyncEngine(load_engine(folder_of(seed), **given))
+
+
+async def ended(engine: AsyncEngine, prompt: Sequence[int], **sampling: Any) -> Request:
+    stream = engine.submit(prompt, replace(GREEDY, **sampling))
+    await stream.wait_finished()
+    engine.audit()
+    return stream.request
+
+
+async def answers(engine: AsyncEngine) -> list[Any]:
+    """Tokens and their log probabilities, one request after the other: these are equal in bits."""
+    requests = [await ended(engine, prompt) for prompt in PROMPTS]
+    return [(each.output_token_ids, each.logprobs) for each in requests]
+
+
+@cache
+def answers_of(seed: int, options: tuple[tuple[str, int], ...] = ()) -> list[Any]:
+    async def run() -> list[Any]:
+        async with engine_of(seed, **dict(options)) as engine:
+            return await answers(engine)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_answers_are_those_of_an_engine_that_was_loaded_with_the_weights(
+    options: dict[str, int],
+) -> None:
+    before, after = (answers_of(seed, tuple(options.items())) for seed in (0, 1))
+    assert before != after
+
+    async def run() -> None:
+        async with engine_of(0, **options) as engine:
+            assert await answers(engine) == before
+            assert await engine.weights.update(weights_of(1), version="one") == "one"
+            assert await answers(engine) == after
+            assert await engine.weights.update_from_files(str(folder_of(0))) != "one"
+            assert await answers(engine) == before
+
+    asyncio.run(run())
+
+
+async def midway(engine: AsyncEngine, num_tokens: int = 5) -> Any:
+    """A request that has sampled some tokens, and goes on."""
+    stream = engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=40))
+    while stream.request.num_output_tokens < num_tokens:
+        await anext(stream)
+    return stream
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_requests_in_flight_go_on_with_the_weights_that_come(in_flight: InFlight) -> None:
+    expected = answers_of(1)
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200, max_running_requests=1) as engine:
+            stream = await midway(engine)
+            request, queued = stream.request, engine.submit(PROMPTS[1], GREEDY)
+            await engine.weights.update(weights_of(1), version="one", in_flight=in_flight)
+            engine.audit()
+            await stream.wait_finished()
+            (first, old), (begun, new) = versions_of(request)
+            assert (first, old, new) == (0, "", "one") and 5 <= begun < 40
+            tokens = request.output_token_ids
+            assert len(tokens) == 40
+            prompt = [*PROMPTS[1], *tokens[:begun]]
+            alone = await ended(engine, prompt, max_tokens=40 - begun)
+            assert (alone.output_token_ids == tokens[begun:]) == (in_flight == "recompute")
+            await queued.wait_finished()  # which computed nothing before
+            assert queued.request.output_token_ids == expected[1][0]
+            assert versions_of(queued.request) == [(0, "one")]
+            assert engine.stats().counters.num_retractions == int(in_flight == "recompute")
+
+    asyncio.run(run())
+
+
+def test_requests_in_flight_may_end_with_an_error() -> None:
+    expected = answers_of(1)
+
+    async def run() -> None:
+        async with engine_of(0) as engine:
+            stream = await midway(engine)
+            await engine.weights.update(weights_of(1), in_flight="abort")
+            with pytest.raises(WeightsReplacedError):
+                await stream.wait_finished()
+            assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+def test_no_cached_prefix_outlives_its_weights(tmp_path: Path) -> None:
+    tiers = {
+        "host_cache": 0.01,
+        "disk_cache": str(tmp_path),
+        "num_pages": 24,
+        "max_seq_len_override": 80,
+    }
+
+    async def run() -> None:
+        async with engine_of(0, **tiers) as engine:
+            prompt = PROMPTS[2]
+            for version in ("one", "two"):
+                assert (await ended(engine, prompt)).num_cached_tokens == 0
+                assert (await ended(engine, prompt)).num_cached_tokens > 0
+                for other in PROMPTS[1:3]:  # which push pages into host memory
+                    await ended(engine, other[::-1], max_tokens=36)
+                await engine.weights.update(weights_of(1), version=version)
+            assert (await ended(engine, prompt)).num_cached_tokens == 0
+
+    asyncio.run(run())
+
+
+def test_an_update_that_fails_in_its_middle_leaves_an_engine_that_says_so() -> None:
+    expected = answers_of(1)
+    broken = weights_of(1) | {NORM: torch.full_like(weights_of(1)[NORM], torch.nan)}
+
+    async def run() -> None:
+        async with engine_of(0) as engine:
+            stream = await midway(engine)
+            with pytest.raises(CheckpointError, match=f"{NORM} has NaN or infinities"):
+                await engine.weights.update(broken)
+            with pytest.raises(WeightsIncompleteError):
+                await stream.wait_finished()
+            for _ in range(2):
+                with pytest.raises(
+                    WeightsIncompleteError, match="Allowed: another update"
+                ) as refused:
+                    engine.submit(PROMPTS[0], GREEDY)
+            assert (refused.value.http_status, refused.value.code) == (503, "weights_incomplete")
+            other = {name: tensor for name, tensor in weights_of(1).items() if name != NORM}
+            await engine.weights.update(other, partial=True)
+            with pytest.raises(WeightsIncompleteError):
+                engine.submit(PROMPTS[0], GREEDY)
+            await engine.weights.update({NORM: weights_of(1)[NORM]}, partial=True)
+            assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    expected = answers_of(0)
+
+    async def run() -> None:
+        async with engine_of(0) as engine:
+            wrong: list[tuple[dict[str, Any], type[MinisglError], str]] = [
+                ({"tensors": {}}, CheckpointError, "lacks weights"),
+                ({"tensors": weights_of(1), "version": ""}, InvalidRequestError, "version"),
+                ({"tensors": weights_of(1), "in_flight": "stop"}, InvalidRequestError, "keep"),
+            ]
+            for given, kind, said in wrong:
+                with pytest.raises(kind, match=said):
+                    await engine.weights.update(**given)
+            assert await answers(engine) == expected
+            assert engine.weights.version == ""
+        with pytest.raises(MinisglError, match="closed"):
+            await engine.weights.update(weights_of(1))
+
+    asyncio.run(run())
+
+
+def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
+    files = DEMO_FOLDER.glob("*.safetensors")
+    own = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    norm = own[NORM].flip(0)
+    with LLM(device="cpu", num_pages=100) as llm:
+
+        def answer() -> list[int]:
+            return llm.generate("The capital of France is", GREEDY, progress=False)[0].token_ids
+
+        before = answer()
+        trained = ((name, norm if name == NORM else tensor) for name, tensor in own.items())
+        assert llm.update_weights(trained, version="step 1") == "step 1"
+        changed = answer()
+        assert changed != before
+        llm.update_weights({NORM: own[NORM]}, partial=True)
+        assert answer() == before
+        with pytest.raises(CheckpointError, match="lacks weights"):
+            llm.update_weights({NORM: norm})
+        assert answer() == before
+
+
+def infos_of(tensors: dict[str, Tensor]) -> list[TensorInfo]:
+    """In the order in which the trainer sends them."""
+    return [TensorInfo.of(name, InMemory(tensors[name])) for name in sorted(tensors)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trainer_sends_weights_in_a_group(num_ranks: int) -> None:
+    options = {} if num_ranks == 1 else {"tp": num_ranks}
+    expected, infos = answers_of(1, tuple(options.items())), infos_of(weights_of(1))
+
+    async def run(port: int) -> None:
+        address = GroupAddress("127.0.0.1", port, 1, 1 + num_ranks, "weights", "gloo")
+        async with engine_of(0, **options) as engine:
+            with start_trainer(address, folder_of(1)):
+                await engine.weights.join_group(address)
+                for number, part in enumerate((infos[:9], infos[9:])):
+                    await engine.weights.update_from_group("weights", part, version=f"{number}")
+            assert await answers(engine) == expected
+            assert engine.weights.version == "1"
+            await engine.weights.leave_group("weights")
+            with pytest.raises(CheckpointError, match="There is no group weights"):
+                await engine.weights.update_from_group("weights", infos[:9])
+
+    with free_port() as port:
+        asyncio.run(run(port))
+
+
+def test_a_trainer_that_dies_while_it_sends_leaves_an_engine_that_says_so() -> None:
+    expected, infos = answers_of(1), infos_of(weights_of(1))
+
+    async def run(port: int) -> None:
+        address = GroupAddress("127.0.0.1", port, 1, 2, "weights", "gloo")
+        async with engine_of(0) as engine:
+            with start_trainer(address, folder_of(1), stop_after=5):
+                await engine.weights.join_group(address)
+                with pytest.raises(CheckpointError, match="The update ends: "):
+                    await engine.weights.update_from_group("weights", infos)
+            with pytest.raises(WeightsIncompleteError):
+                engine.submit(PROMPTS[0], GREEDY)
+            await engine.weights.leave_group("weights")
+            await engine.weights.update_from_files(str(folder_of(1)))
+            assert await answers(engine) == expected
+
+    with free_port() as port:
+        asyncio.run(run(port))
+
+
+def test_a_paused_engine_computes_nothing_until_it_resumes() -> None:
+    expected = answers_of(1)
+
+    async def run() -> None:
+        async with engine_of(0) as engine:
+            stream = await midway(engine)
+            await engine.weights.pause()
+            num_tokens = stream.request.num_output_tokens
+            queued = engine.submit(PROMPTS[0], GREEDY)
+            await engine.weights.update(weights_of(1))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.stats().num_queued == 1
+            assert stream.request.num_output_tokens == num_tokens
+            await engine.weights.resume()
+            await queued.wait_finished()
+            assert queued.request.output_token_ids == expected[0][0]
+            await stream.wait_finished()
+            await engine.weights.pause("abort")
+            await engine.weights.resume()
+            with pytest.raises(InvalidRequestError, match="keep, recompute, abort"):
+                await engine.weights.pause("stop")  # type: ignore[arg-type]
+
+    asyncio.run(run())

@@ -1,0 +1,179 @@
+"""A trainer over HTTP: weights from files and from a group, pauses, and who may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+from support.fake_engine import FakeEngine
+from support.http_server import error_of, http_client
+from support.ports import free_port
+from support.sending_trainer import start_trainer
+from support.serving import Served, demo_engine, served
+
+from minisgl.config import EngineConfig
+from minisgl.distributed.weight_group import GroupAddress
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.router.config import RouterConfig
+from minisgl.router.process import RouterProcess
+from minisgl.server import with_all_keys
+from minisgl.server.config import ServerConfig
+from minisgl.server.handlers.training import ENDPOINTS
+
+ADMIN = {"authorization": "Bearer admin"}
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the demo model with other weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    for path in DEMO_FOLDER.glob("*.safetensors"):
+        tensors = load_file(path)
+        changed = tensors | {NORM: tensors[NORM].flip(0)}
+        save_file(changed, folder / path.name, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Served[AsyncEngine]]:
+    with served(demo_engine, trainer=True, admin_key="admin") as found:
+        yield found
+
+
+@pytest.fixture
+def client(serving: Served[AsyncEngine]) -> Iterator[httpx.Client]:
+    with serving.http() as found:
+        found.headers.update(ADMIN)
+        found.timeout = None  # type: ignore[assignment]
+        yield found
+        found.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)})
+        serving.on_loop(serving.engine.audit)
+
+
+def tokens_of(client: httpx.Client) -> list[int]:
+    body = {"prompt": [*range(300, 320)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
+    return list(answer.raise_for_status().json()["choices"][0]["token_ids"])
+
+
+def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None:
+    before = tokens_of(client)
+    body = {"model_path": str(trained), "weight_version": "7"}
+    answer = client.post("/update_weights_from_disk", json=body)
+    assert answer.json() == {"message": "The weights have the version 7.", "success": True}
+    assert tokens_of(client) != before
+    body = {"model_path": str(trained / "none")}
+    refused = client.post("/update_weights_from_disk", json=body)
+    assert refused.status_code == 400 and "none" in error_of(refused)["message"]
+    client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)})
+    assert tokens_of(client) == before
+
+
+def test_weights_come_from_a_group(client: httpx.Client, trained: Path) -> None:
+    before = tokens_of(client)
+    tensors = {n: t for path in trained.glob("*.safetensors") for n, t in load_file(path).items()}
+    names = sorted(tensors)
+    group = {"group_name": "policy"}
+    told = {
+        "names": names,
+        "dtypes": [str(tensors[name].dtype).removeprefix("torch.") for name in names],
+        "shapes": [[*tensors[name].shape] for name in names],
+    }
+    assert client.get("/get_world_size").json() == {"world_size": 1}
+    with free_port() as port:
+        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo", **group}
+        place |= {"rank_offset": 1, "world_size": 2}
+        address = GroupAddress(**place)
+        with start_trainer(address, trained):
+            client.post("/init_weights_update_group", json=place).raise_for_status()
+            client.post("/pause", params={"mode": "keep"}).raise_for_status()
+            answer = client.post("/update_weights_from_distributed", json=told | group)
+            answer.raise_for_status()
+            client.post("/resume").raise_for_status()
+    assert tokens_of(client) != before
+    client.post("/destroy_weights_update_group", json=group).raise_for_status()
+    again = client.post("/update_weights_from_distributed", json=told | group)
+    assert again.status_code == 400 and "There is no group policy" in again.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": []}, "names"),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["object"], "shapes": [[1]]},
+            "dtypes",
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"names": [NORM], "dtypes": ["float32"], "shapes": [[-1]]},
+            "has the shape",
+        ),
+        ("/pause_generation", {"mode": "forever"}, "mode: allowed: keep"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        (
+            "/init_weights_update_group",
+            {
+                "master_address": "127.0.0.1",
+                "master_port": 9,
+                "rank_offset": 1,
+                "world_size": 2,
+                "backend": "mpi",
+            },
+            "gloo and nccl",
+        ),
+    ],
+)
+def test_what_is_wrong_is_a_400(
+    client: httpx.Client, path: str, body: dict[str, Any], said: str
+) -> None:
+    before = tokens_of(client)
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and said in answer.text
+    assert tokens_of(client) == before
+
+
+def test_the_cache_can_be_reset(client: httpx.Client) -> None:
+    def cached() -> int:
+        body = {"prompt": [*range(300, 360)], "max_tokens": 1}
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        return int((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+    cached()
+    assert cached() > 0
+    client.post("/reset_prefix_cache").raise_for_status()
+    assert cached() == 0
+
+
+async def test_only_the_admin_key_replaces_weights() -> None:
+    options: dict[str, Any] = {"trainer": True, "admin_key": "admin", "api_key": ("user", "admin")}
+    async with http_client(FakeEngine(), **options) as client:
+        for each in ENDPOINTS:
+            for key in ("user", "other"):
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await client.request(each.method, each.path, headers=headers)
+                assert answer.status_code == 401, each.path
+    async with http_client(FakeEngine(), admin_key="admin") as client:
+        for each in ENDPOINTS:
+            answer = await client.request(each.method, each.path, headers=ADMIN)
+            assert answer.status_code == 404, each.path
+
+
+def test_a_trainer_needs_a_key_and_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINISGL_ADMIN_KEY", raising=False)
+    with pytest.raises(ConfigError, match="--trainer: replacing weights needs a key"):
+        with_all_keys(ServerConfig(trainer=True))
+    given = ServerConfig(trainer=True, admin_key="mine")
+    assert with_all_keys(given).trainer
+    with pytest.raises(ConfigError, match="without replicas"):
+        RouterProcess(
+            EngineConfig(device="cpu"), given, RouterConfig(replicas=2), replica=(), front=()
+        )
