@@ -336,6 +336,10 @@ class Extra:
         have."""
         return num_tokens
 
+    def chunk_end(self, end: int) -> int:
+        """Where a chunk of the prompt ends that may have tokens up to `end`: there or before."""
+        return end
+
     def as_text(self, prompt: Sequence[int]) -> Sequence[int]:
         """The prompt with ids of the vocabulary in the places of what it brings itself. Raises
         InvalidRequestError if that does not fit."""
@@ -452,6 +456,10 @@ class Request:
         """Of the first `num_tokens` tokens, those that the cached prefix of a later request may
         have."""
         return min((extra.num_shared(num_tokens) for extra in self.extras), default=num_tokens)
+
+    def chunk_end(self, end: int) -> int:
+        """Where a chunk ends that may have tokens up to `end`: there or before."""
+        return min((extra.chunk_end(end) for extra in self.extras), default=end)
 
     def drop(self, num_tokens: int) -> None:
         """Drop the last output tokens, all of one run, which keeps its first token."""

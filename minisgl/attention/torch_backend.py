@@ -50,7 +50,11 @@ class TorchAttention:
             out[part] = _decode(replace(call, q=q[part]), table, lengths, longest)
         return out
 
-    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+    def prefill(
+        self, call: AttentionCall, batch: PrefillBatch, last_seen: Tensor | None = None
+    ) -> Tensor:
+        """last_seen: [num_rows], the position of the last key that each row sees, within its chunk,
+        where that may be behind its own."""
         q = call.q
         out = q.new_empty((*q.shape[:2], call.kv.v.shape[3]))
         starts, lengths = batch.starts, batch.lengths
@@ -61,7 +65,9 @@ class TorchAttention:
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], replace(call, q=q[part]), batch.page_table[chunk], start)
+                seen = None if last_seen is None else last_seen[part]
+                pages = batch.page_table[chunk]
+                _prefill(out[part], replace(call, q=q[part]), pages, start, seen)
             first += length
         return out
 
@@ -90,7 +96,9 @@ def _decode(call: AttentionCall, page_table: Tensor, lengths: Tensor, longest: i
     return out.reshape(num_rows, num_heads, -1)
 
 
-def _prefill(out: Tensor, call: AttentionCall, pages: Tensor, start: int) -> None:
+def _prefill(
+    out: Tensor, call: AttentionCall, pages: Tensor, start: int, last_seen: Tensor | None
+) -> None:
     """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     q, kv, spec = call.q, call.kv, call.spec
     length, num_heads, head_dim = q.shape
@@ -107,10 +115,12 @@ def _prefill(out: Tensor, call: AttentionCall, pages: Tensor, start: int) -> Non
         stop = min(first + block, length)
         # The keys that any of the block's queries sees.
         earliest = start + first + 1 - spec.num_visible(start + first + 1)
-        seen = slice(earliest - first_seen, start + stop - first_seen)
+        last_stop = stop if last_seen is None else length
+        seen = slice(earliest - first_seen, start + last_stop - first_seen)
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
         own = torch.arange(start + first, start + stop, device=q.device).unsqueeze(1)
-        mask = positions[seen] <= own
+        last = own if last_seen is None else last_seen[first:stop].unsqueeze(1)
+        mask = positions[seen] <= last
         if spec.window is not None:
             mask &= positions[seen] > own - spec.window
         attended = _attend(call, queries, k[:, :, seen], v[:, :, seen], mask, sinks)

@@ -168,8 +168,10 @@ class TritonAttention:
             run=run,
         )
 
-    def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
-        """Raises as `decode` does."""
+    def prefill(
+        self, call: AttentionCall, batch: PrefillBatch, last_seen: Tensor | None = None
+    ) -> Tensor:
+        """last_seen: as of paged_prefill. Raises as `decode` does."""
         q, kv, spec = call.q, call.kv, call.spec
         num_rows, num_heads, head_dim = q.shape
         v_head_dim = kv.v.shape[3]
@@ -182,9 +184,20 @@ class TritonAttention:
             fp8=kv.k.dtype == torch.float8_e4m3fn,
             v_in_k=spec.v_in_k,
         )
-        # Of one size, and made by the first step, whatever its rows.
-        most = most_prefill_splits(num_kv_heads, tiles, tuning)
-        room = split_room(most, num_kv_heads, v_head_dim, tiles)
+        target_splits, workspace = 0, None
+        if last_seen is None:
+            # Of one size, and made by the first step, whatever its rows.
+            most = most_prefill_splits(num_kv_heads, tiles, tuning)
+            room = split_room(most, num_kv_heads, v_head_dim, tiles)
+            workspace = _workspace(self._prefill_workspaces, q, **room)
+            target_splits = prefill_splits(
+                num_rows,
+                batch.ends.shape[0],
+                num_heads // num_kv_heads,
+                num_kv_heads,
+                tiles,
+                tuning,
+            )
         return paged_prefill(
             q,
             kv.k,
@@ -195,17 +208,11 @@ class TritonAttention:
             spec=spec,
             sinks=call.sinks,
             tiles=tiles,
-            target_splits=prefill_splits(
-                num_rows,
-                batch.ends.shape[0],
-                num_heads // num_kv_heads,
-                num_kv_heads,
-                tiles,
-                tuning,
-            ),
-            workspace=_workspace(self._prefill_workspaces, q, **room),
+            target_splits=target_splits,
+            workspace=workspace,
             scales=kv.scales,
             pdl=self._pdl,
+            last_seen=last_seen,
         )
 
 

@@ -98,6 +98,9 @@ def _prove(setup: Setup, make: Make) -> None:
     with tempfile.TemporaryDirectory(prefix="minisgl-proof-") as folder:
         small.save(Path(folder))
         options = EngineConfig(model=folder, model_impl=wanted_by, **_OPTIONS)
+        if setup.sight.both_ways is not None:  # its images must fit into a step
+            largest = max(each.num_rows for each in small.pictures)
+            options = replace(options, max_prefill_length=max(5, largest))
         runner, scheduler = make(read_setup(options))
         try:
             found = [
@@ -121,12 +124,14 @@ def _run(
 ) -> list[Request]:
     """Run prompts with images at once."""
     requests: list[Request] = []
+    images = next(part for part in scheduler.parts if part.kind is Pictured)
     for prompt in prompts:
         pictures = small.pictures[: prompt.count(PLACEHOLDER)]
         token_ids, spans = with_pictures(prompt, PLACEHOLDER, pictures)
-        extras = (Pictured(spans),)
+        extra = images.extra(_PARAMS, token_ids, Pictured(spans))
+        assert extra is not None
         name = f"{len(scheduler.kv.leases)} {len(requests)} {len(prompt)}"
-        made = Request(name, token_ids, _PARAMS, max_tokens=_NUM_TOKENS, seed=0, extras=extras)
+        made = Request(name, token_ids, _PARAMS, max_tokens=_NUM_TOKENS, seed=0, extras=(extra,))
         scheduler.submit(made)
         requests.append(made)
     handles: deque[Any] = deque()

@@ -152,7 +152,8 @@ class Images:
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                found = await self._picture(line, data, source, placeholder, room)
+                is_only = len(sources) == 1 or not placeholder.counts_images
+                found = await self._picture(line, data, source, placeholder, room, is_only)
                 pictures.append(found[0])
                 room -= found[1]
             return pictures
@@ -169,17 +170,19 @@ class Images:
         source: ImageSource,
         placeholder: Placeholder,
         room: int,
+        is_only: bool,
     ) -> tuple[Picture, int]:
-        """An image, and its pixels, of which there may be as many as `room`."""
-        is_low = source.is_low
-        work = partial(digest_of, data, placeholder.fingerprint, is_low=is_low)
+        """An image, and its pixels, of which there may be as many as `room`. is_only: of its
+        conversation, where that matters."""
+        form = {"is_low": source.is_low, "is_only": is_only}
+        work = partial(digest_of, data, placeholder.fingerprint, **form)
         digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
 
         def process(processor: ImageProcessor) -> tuple[Picture, int]:
             # Another request may have had it processed while this one waited.
             kept = self._kept.get(digest)
             if kept is None or kept[1] > room:
-                kept = processor.process(data, digest, min(MAX_PIXELS, room), is_low=is_low)
+                kept = processor.process(data, digest, min(MAX_PIXELS, room), **form)
                 self._kept.put(*kept)
             return kept
 

@@ -116,7 +116,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         hidden_size=setup.model.hidden_size,
         adapters=runner.adapters,
         weights=runner.weights,
-        images=ImageSupport.of(folder, blind=_of_images(setup.sight)["blind"]),
+        images=ImageSupport.of(folder, blind=setup.sight if isinstance(setup.sight, str) else ""),
         sight=setup.sight,
     )
 
@@ -144,7 +144,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             config.task,
             config.max_loras,
             config.image_rows,
-            **_of_images(loaded.sight),
+            **_of_images(loaded.sight, config),
         ),
     )
 
@@ -165,8 +165,15 @@ def _small_engine(setup: Setup) -> tuple[ModelRunner, Scheduler]:
     return runner, scheduler_of(loaded)
 
 
-def _of_images(sight: Sight | str) -> dict[str, Any]:
-    return {"blind": sight} if isinstance(sight, str) else {"blind": "", "turns": bool(sight.axes)}
+def _of_images(sight: Sight | str, config: ResolvedConfig) -> dict[str, Any]:
+    if isinstance(sight, str):
+        return {"blind": sight}
+    largest = None
+    if sight.both_ways is not None:
+        largest = config.max_prefill_length
+        if config.windows is not None:
+            largest = min(largest, config.windows.spare * config.windows.page_size)
+    return {"blind": "", "turns": bool(sight.axes), "largest_block": largest}
 
 
 def _cache_of(loaded: Loaded[Any]) -> KVCacheManager:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FILES = ("processor_config.json", "preprocessor_config.json")
 OTHER_FILES = ("tokenizer_config.json",)  # may name the class, too
 ROW_IDS = ("image_token_id", "image_token_index")  # of the config: the id that stands for a row
+# An output of processors that do not cut images into tiles where a conversation has several.
+NUM_IMAGES = "batch_num_images"
 # What a processor returns of the text, and not of the image.
 TEXT_OUTPUTS = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask")
@@ -42,6 +44,7 @@ class Placeholder:
     before: str
     after: str
     fingerprint: str  # of all that the result depends on beside the image
+    counts_images: bool = False  # an image that is the only one of a conversation is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,17 @@ class CheckpointProcessor:
         self._merge = int(getattr(self._processor.image_processor, "merge_size", 1))
         self.placeholder = self._find_placeholder(folder)
 
-    def process(self, image: Image) -> Processed:
-        """Process an image in RGB. Raises ValueError as the processor does, for one of a shape that
-        it does not take."""
-        ids, inputs = self._run(image)
+    def process(self, image: Image, *, is_only: bool = True) -> Processed:
+        """Process an image in RGB; is_only: of its conversation. Raises ValueError as the processor
+        does, for one of a shape that it does not take."""
+        if is_only or not self.placeholder.counts_images:
+            ids, inputs = self._run(image)
+        else:  # as the first of two
+            ids, inputs = self._run(image, image)
+            ids = ids[: len(ids) // 2]
+            inputs = {
+                name: each if name == NUM_IMAGES else each[:1] for name, each in inputs.items()
+            }
         begin, end = self._control_part(ids)
         token_ids = ids[begin:end]
         is_row = np.asarray(token_ids) == self._row_id
@@ -86,11 +96,12 @@ class CheckpointProcessor:
             grid = (frames, height // self._merge, width // self._merge)
         return Processed(inputs, token_ids, is_row, grid)
 
-    def _run(self, image: Image) -> tuple[list[int], dict[str, NDArray[Any]]]:
-        """The tokens that replace the placeholder, plain text around them included, and all that
-        the processor returns of the image."""
+    def _run(self, *images: Image) -> tuple[list[int], dict[str, NDArray[Any]]]:
+        """The tokens that replace the placeholders of a conversation's images, plain text around
+        them included, and all that the processor returns of the images."""
+        text = self._text * len(images)
         made = self._processor(
-            images=[image], text=[self._text], return_tensors="np", text_kwargs=TEXT_OPTIONS
+            images=[[*images]], text=[text], return_tensors="np", text_kwargs=TEXT_OPTIONS
         )
         inputs = {
             name: array
@@ -109,14 +120,15 @@ class CheckpointProcessor:
     def _find_placeholder(self, folder: Path) -> Placeholder:
         import PIL.Image
 
-        ids, _ = self._run(PIL.Image.new("RGB", (64, 64)))
+        ids, inputs = self._run(PIL.Image.new("RGB", (64, 64)))
         begin, end = self._control_part(ids)
         token_id = int(self._tokenizer.convert_tokens_to_ids(self._text))
         before, after = (self._tokenizer.decode(part) for part in (ids[:begin], ids[end:]))
         around = self._tokenizer(before + self._text + after, add_special_tokens=False)
         if around["input_ids"] != [*ids[:begin], token_id, *ids[end:]]:
             raise UnsupportedModelError("the text around its tokens for images cannot be told.")
-        return Placeholder(self._text, token_id, before, after, self._fingerprint(folder))
+        fingerprint = self._fingerprint(folder)
+        return Placeholder(self._text, token_id, before, after, fingerprint, NUM_IMAGES in inputs)
 
     def _fingerprint(self, folder: Path) -> str:
         import PIL

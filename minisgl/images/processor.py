@@ -64,6 +64,7 @@ class Task(msgspec.Struct, array_like=True):
     data: bytes = b""
     max_pixels: int = 0
     is_low: bool = False
+    is_only: bool = True
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
@@ -113,14 +114,20 @@ class ImageProcessor(Worker):
         return answer.placeholder
 
     def process(
-        self, data: bytes, digest: bytes, max_pixels: int, *, is_low: bool = False
+        self,
+        data: bytes,
+        digest: bytes,
+        max_pixels: int,
+        *,
+        is_low: bool = False,
+        is_only: bool = True,
     ) -> tuple[Picture, int]:
         """Decode and process an image; returns it, and its pixels. Blocks, as `placeholder` does.
 
-        digest: see `digest_of`. max_pixels: that it may have. Raises InvalidRequestError, and as
-        `placeholder` does.
+        digest: see `digest_of`. max_pixels: that it may have. is_only: of its conversation. Raises
+        InvalidRequestError, and as `placeholder` does.
         """
-        answer = self._asked(Task(data, max_pixels, is_low))
+        answer = self._asked(Task(data, max_pixels, is_low, is_only))
         assert isinstance(answer, Made)
         picture = Picture(
             digest,
@@ -140,10 +147,11 @@ class ImageProcessor(Worker):
         return answer
 
 
-def digest_of(data: bytes, fingerprint: str, *, is_low: bool) -> bytes:
+def digest_of(data: bytes, fingerprint: str, *, is_low: bool, is_only: bool = True) -> bytes:
     """The digest of an image for a processor with this fingerprint."""
     hashed = blake2b(digest_size=32)
-    for each in (fingerprint.encode(), b"low" if is_low else b"", data):
+    form = (b"low" if is_low else b"") + (b"" if is_only else b" of several")
+    for each in (fingerprint.encode(), form, data):
         hashed.update(len(each).to_bytes(8, "little"))
         hashed.update(each)
     return hashed.digest()
@@ -206,7 +214,7 @@ def _answer(loaded: CheckpointProcessor | Refused, task: Task) -> Answer:
         return Known(loaded.placeholder)
     try:
         image, num_pixels = decode(task.data, task.max_pixels, is_low=task.is_low)
-        made = loaded.process(image)
+        made = loaded.process(image, is_only=task.is_only)
     except InvalidRequestError as error:
         return Refused(str(error.args[0]).removeprefix("an image "))
     except Exception as error:  # of code of transformers, for a shape that the model does not take

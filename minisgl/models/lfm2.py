@@ -1,9 +1,10 @@
 """LFM2 (arXiv 2511.23404): a gated short convolution in most layers, attention in the others, each
-before an MLP. LFM2-MoE has a mixture of experts in place of most MLPs, chosen as in DeepSeek-V3."""
+before an MLP. LFM2-MoE has a mixture of experts in place of most MLPs, chosen as in DeepSeek-V3. Of
+LFM2-VL, the text part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -17,8 +18,18 @@ from minisgl.layers.short_conv import ShortConv, state_of
 from minisgl.models.config import NativeConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
 from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder
+from minisgl.models.text_part import text_part
 from minisgl.models.transformer import CausalLM, DecoderLayer
 
+WITH_TOWER = "Lfm2VlForConditionalGeneration"
+_TOWERS = ("vision_tower.", "multi_modal_projector.")
+# Of the whole, about images.
+_OF_IMAGES = field_names(
+    """downsample_factor projector_bias projector_hidden_act projector_hidden_size
+    projector_use_layernorm vision_feature_layer do_image_splitting encoder_patch_size
+    max_image_tokens min_image_tokens max_num_patches max_pixels_tolerance max_tiles min_tiles
+    tile_size use_image_special_tokens use_thumbnail"""
+)
 _CONV_FIELDS = DECODER_FIELDS | field_names("norm_eps conv_bias conv_L_cache tie_embedding")
 _FIELDS = _CONV_FIELDS | field_names(
     """block_multiple_of block_ffn_dim_multiplier
@@ -78,6 +89,17 @@ def read_moe_config(fields: Fields, architecture: str) -> ConvConfig:
     return _read(
         fields, architecture, fields.count("intermediate_size", 7168), _read_experts(fields)
     )
+
+
+def read_vl_config(whole: Fields, architecture: str) -> ConvConfig:
+    """Raises as `read_decoder` does."""
+    given = {name: value for name, value in whole.values.items() if name not in _OF_IMAGES}
+    tied = given.pop("tie_embedding", given.pop("tie_word_embeddings", True))  # which decides
+    fields, notes = text_part(Fields(given, whole.where))
+    fields = Fields({**fields.values, "tie_word_embeddings": tied}, fields.where)
+    is_mixture = fields.values.get("model_type") == "lfm2_moe"
+    read = (read_moe_config if is_mixture else read_config)(fields, architecture)
+    return replace(read, notes=(*read.notes, *notes))
 
 
 def _read(
@@ -148,9 +170,12 @@ def _conv_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv")
 
 
-def name_of(stored_name: str) -> str:
-    """What a tensor of a checkpoint is called in the model."""
+def name_of(stored_name: str) -> str | None:
+    """What a tensor of a checkpoint is called in the model; None for those of the tower."""
     name = stored_name.removeprefix("model.")
+    if name.startswith(_TOWERS):
+        return None
+    name = name.removeprefix("language_model.")
     for stored, ours in _NAMES.items():
         name = name.replace(stored, ours)
     return name

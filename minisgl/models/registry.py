@@ -50,6 +50,7 @@ FAMILIES = {
     "GptOssForCausalLM": Family(gpt_oss.read_config),
     "Lfm2ForCausalLM": Family(lfm2.read_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     "Lfm2MoeForCausalLM": Family(lfm2.read_moe_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
+    lfm2.WITH_TOWER: Family(lfm2.read_vl_config, lfm2.Lfm2ForCausalLM, lfm2.name_of),
     "LlamaForCausalLM": Family(llama.read_llama),
     "MistralForCausalLM": Family(llama.read_mistral),
     "Qwen2ForCausalLM": Family(llama.read_qwen2),

@@ -147,7 +147,7 @@ def load_runner(
         if images.seeing is not None:
             weights = replace(weights, model=images.seeing)
     memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
-    keys = graph_keys(config, turns=images is not None and images.seeing is not None)
+    keys = graph_keys(config, turns=images is not None and images.offsets is not None)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(

@@ -168,6 +168,8 @@ class StepWork:
         held, windows = running.lease.windows, self.kv.of(running.lease).windows
         if held is not None and windows is not None:
             end = max(start, min(end, windows.room(held)))
+        end = max(start, running.request.chunk_end(end))
+        if held is not None and windows is not None:
             columns = -(-end // windows.sizes.page_size)
             self._grant_windowed(running, held, windows.cover(held, columns))
         if start == end:

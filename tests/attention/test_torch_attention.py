@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention_cache import Cache
+from support.attention_cache import Cache, blocks_of
 from support.paged import page_table, spec_of
 from torch import Tensor
 
@@ -81,8 +81,10 @@ def check_prefill(
     heads: tuple[int, int, int],
     dtype: torch.dtype = torch.float32,
     features: Features = PLAIN,
+    *,
+    has_blocks: bool = False,
 ) -> None:
-    """chunks: (tokens before it, tokens in it)."""
+    """chunks: (tokens before it, tokens in it). has_blocks: some rows see later ones."""
     torch.manual_seed(len(chunks))
     num_kv_heads, group, head_dim = heads
     starts, lengths = zip(*chunks, strict=True)
@@ -94,10 +96,15 @@ def check_prefill(
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
     rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
     spec, sinks = features.spec(q, cache.kv), features.some_sinks(q.shape[1])
-    out = TorchAttention().prefill(AttentionCall(q, cache.kv, spec, sinks), rows)
-    assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
-    attended = [cache.attend(q[at], i, p + 1, spec, sinks) for at, (i, p) in enumerate(places)]
+    last = blocks_of(chunks, sum(sums)) if has_blocks else [p for _, p in places]
+    last_seen = torch.tensor(last, dtype=torch.int32) if has_blocks else None
+    out = TorchAttention().prefill(AttentionCall(q, cache.kv, spec, sinks), rows, last_seen)
+    assert out.shape == (*q.shape[:2], v_head_dim or head_dim) and out.dtype == dtype
+    attended: list[Tensor] = []
+    for at, ((i, p), seen) in enumerate(zip(places, last, strict=True)):
+        window = None if spec.window is None else spec.window + seen - p
+        attended.append(cache.attend(q[at], i, seen + 1, replace(spec, window=window), sinks))
     assert_close(out, attended)
 
 
@@ -151,6 +158,14 @@ def test_prefill_with_features_matches_softmax_in_float64(
     check_prefill(chunks, page_size, heads, features=features)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(CHUNKS, PAGE_SIZES, HEADS, FEATURES)
+def test_rows_that_see_later_ones_match_softmax_in_float64(
+    chunks: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int], features: Features
+) -> None:
+    check_prefill(chunks, page_size, heads, features=features, has_blocks=True)
+
+
 def test_sinks_must_be_given_exactly_if_the_layer_has_them() -> None:
     cache = Cache([5], 16, 1, 8, torch.float32)
     q = torch.randn(1, 2, 8)
@@ -179,7 +194,9 @@ def test_large_batches_computed_in_parts_give_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_backend, "_CPU_QUERIES", 1)
     for features in (PLAIN, Features(window=6, softcap=3.0, sinks=True)):
         check_decode([3, 17, 40], 16, (2, 2, 64), features=features)
-        check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64), features=features)
+        for has_blocks in (False, True):
+            chunks = [(0, 9), (20, 11)]
+            check_prefill(chunks, 16, (2, 2, 64), features=features, has_blocks=has_blocks)
 
 
 def test_the_arithmetic_used_on_gpus_matches_softmax_in_float64(

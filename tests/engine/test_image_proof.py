@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.image_cases import LLAVA, QWEN, QWEN_3_VL, image_case, submitted
+from support.image_cases import GEMMA_3, GEMMA_4, LLAVA, QWEN, QWEN_3_VL, image_case, submitted
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
@@ -23,6 +23,7 @@ from minisgl.engine import AsyncEngine, startup
 from minisgl.engine.image_proof import _with_tower, proven
 from minisgl.errors import InvalidRequestError
 from minisgl.models import qwen_vl
+from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs
 from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import SEEING, Kind, Sight
@@ -42,7 +43,7 @@ def setup_of(architecture: str) -> Setup:
     return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS])
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4])
 def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
@@ -62,7 +63,8 @@ def test_a_note_says_what_is_left_out_beside_the_tower() -> None:
 # One of each kind of inputs; ARCHITECTURES=all runs all of them.
 PUBLISHED = (
     *("Idefics3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
-    "LlavaNextForConditionalGeneration",
+    *("LlavaNextForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
+    *("Cohere2VisionForConditionalGeneration", "Gemma4ForConditionalGeneration"),
 )
 TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISHED
 
@@ -77,6 +79,8 @@ def published(architecture: str, folder: Path) -> Setup:
     """Of the sizes that transformers has by default."""
     config = getattr(transformers, architecture).config_class()
     config.architectures = [architecture]
+    if architecture == GEMMA_4:  # by default it has no tower
+        config.vision_config = transformers.Gemma4VisionConfig()
     config.save_pretrained(folder)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
     options |= {"load_format": "dummy", "max_seq_len_override": 128}
@@ -122,6 +126,14 @@ def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.M
     assert found[2] <= found[0]
 
 
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA_4])
+def test_ranks_that_divide_requests_take_no_images(architecture: str) -> None:
+    folder = str(image_case(architecture).folder)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
+    setup = read_setup(EngineConfig(model=folder, tp=2, dp_attention=True, **options))
+    assert isinstance(setup.sight, str) and setup.sight.startswith("with --dp-attention ")
+
+
 def _one_direction(self: Pictured, start: int, end: int) -> Any:
     return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start))
 
@@ -142,6 +154,7 @@ def _as_text(self: SeenEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
 
 _rope_positions = positions.rope_positions
 _init, _add = SeeingModel.__init__, SeeingModel._add
+_init_both = BothWaysModel.__init__
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "positions in one direction": (Pictured, "rope", _one_direction),
@@ -161,6 +174,17 @@ OF_DEEP: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda self, number, *others: _add(self, 1 - number, *others),
     ),
 }
+OF_BOTH_WAYS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no later rows": (BothWaysModel, "_told", lambda self, attention, last_seen: attention),
+    "cut by chunks": (Pictured, "chunk_end", lambda self, end: end),
+}
+OF_WINDOWS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "in all layers": (
+        BothWaysModel,
+        "__init__",
+        lambda self, *args, **_: _init_both(self, *args, only_windowed=False),
+    ),
+}
 OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "another row": (SeenEmbedding, "forward", _next_row),
     "no row": (SeenEmbedding, "forward", _as_text),
@@ -173,12 +197,14 @@ OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         *((QWEN, mistake) for mistake in MISTAKES | OF_ALL),
         *((LLAVA, mistake) for mistake in OF_ALL),
         *((QWEN_3_VL, mistake) for mistake in OF_DEEP | MISTAKES),
+        *((GEMMA_3, mistake) for mistake in OF_BOTH_WAYS),
+        *((GEMMA_4, mistake) for mistake in OF_BOTH_WAYS | OF_WINDOWS),
     ],
 )
 def test_a_mistake_fails_the_proof(
     architecture: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP)[mistake])
+    monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP | OF_BOTH_WAYS | OF_WINDOWS)[mistake])
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, str), "the proof finds nothing"
     assert found.sight.startswith(f"{architecture} does not see here as it does in transformers")

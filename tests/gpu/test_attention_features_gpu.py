@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from support.attention_cases import (
     Shape,
     assert_close,
+    check_blocks,
     check_decode,
     check_decode_qkv,
     check_prefill,
@@ -87,6 +88,7 @@ def test_prefill_matches_the_reference(shape: Shape) -> None:
     check_prefill(TritonAttention(), shape, [(0, 1), (0, 300), (100, 66), (1000, 129), (5000, 1)])
     check_prefill(TritonAttention(), shape, [(9000, 20)], seed=1)
     check_prefill(TritonAttention(), shape, [(0, 6000), (5000, 300)], seed=2)
+    check_blocks(TritonAttention(), shape, [(0, 1), (0, 300), (5000, 300)], seed=2)
 
 
 @pytest.mark.parametrize("shape", [GPT_OSS, WIDTHS[0]], ids=["64", "192"])

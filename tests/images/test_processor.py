@@ -99,9 +99,9 @@ def test_images_are_upright_and_over_white_before_they_are_processed(here: Proce
 BREAKING = """
 from minisgl.images import checkpoint, processor
 
-def broken(self, image):
+def broken(self, image, **form):
     {action}
-    return real(self, image)
+    return real(self, image, **form)
 
 real = checkpoint.CheckpointProcessor.process
 checkpoint.CheckpointProcessor.process = broken
@@ -168,12 +168,13 @@ def test_the_digest_depends_on_bytes_processor_and_size(
 ) -> None:
     print_of = here.placeholder().fingerprint
     digests = {
-        digest_of(data, fingerprint, is_low=is_low)
+        digest_of(data, fingerprint, is_low=is_low, is_only=is_only)
         for data in (b"a", b"b", b"lowa")
         for fingerprint in (print_of, "other")
         for is_low in (False, True)
+        for is_only in (False, True)
     }
-    assert len(digests) == 12
+    assert len(digests) == 24
     assert {len(digest) for digest in digests} == {32}
     folder = make_image_checkpoint(family_named("qwen3_5"), tmp_path / "other")
     assert ProcessorHere(folder).placeholder().fingerprint == print_of

@@ -12,6 +12,8 @@ import pytest
 import transformers
 from support.checkpoints import load_reference
 from support.image_cases import (
+    GEMMA_3,
+    GEMMA_4,
     LLAVA,
     PARAMS,
     PLACEHOLDER,
@@ -30,13 +32,13 @@ from torch import Tensor
 
 from minisgl.errors import InvalidRequestError, StepError
 from minisgl.images.picture import with_pictures
-from minisgl.models import qwen_vl
+from minisgl.models import lfm2, qwen_vl
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import Pictured
 from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request
 
-FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS)
+FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 
@@ -52,13 +54,43 @@ FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
     ids=str,
 )
 def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
+    if architecture == GEMMA_3 and "max_prefill_length" in options:
+        options = options | {"max_prefill_length": 17}  # its images have 16 rows
     check(architecture, **options)
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN, QWEN_3_VL])
-@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        *((each, {"tp": 2}) for each in (LLAVA, QWEN, QWEN_3_VL, GEMMA_4)),
+        *((each, {"pp": 2}) for each in (LLAVA, QWEN, QWEN_3_VL, GEMMA_4)),
+    ],
+    ids=str,
+)
 def test_ranks_and_stages_give_the_same_tokens(architecture: str, options: dict[str, Any]) -> None:
     check(architecture, max_prefill_length=7, **options)
+
+
+def test_an_image_whose_rows_see_each_other_is_in_one_chunk() -> None:
+    """Of the prompt as of what a hit within it leaves; one for which no step has room is
+    refused."""
+    first, second, *_ = of(GEMMA_3)
+    (start, end), *_ = Pictured(first.spans).blocks
+    assert (start, end) == (10, 26)
+    pictured = Pictured(first.spans, keeps_whole=True)
+    assert [pictured.chunk_end(end) for end in (9, 10, 11, 25, 26, 30)] == [9, 10, 10, 10, 26, 30]
+    for page_size, cached in ((4, 24), (16, 0)):
+        options = {"page_size": page_size, "max_prefill_length": 16}
+        found, _ = check(GEMMA_3, alone=True, **options)
+        assert found[4].num_cached_tokens == cached
+
+    async def run() -> None:
+        async with started(GEMMA_3, max_prefill_length=15) as engine:
+            wanted = "takes 16 tokens in a row.* at most 15;.*--max-prefill-length"
+            with pytest.raises(InvalidRequestError, match=wanted):
+                await submitted(engine, second)
+
+    asyncio.run(run())
 
 
 def test_a_hit_may_end_inside_an_image_and_never_reaches_into_another() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.state import Running, StepWork
 
 NUM_ROWS = 12
+LARGEST = 5  # tokens of a chunk
 PLACEHOLDER = 99
 
 
@@ -36,7 +38,8 @@ class Bench:
     """The part between a scheduler and a device, of which both do anything that they may."""
 
     rng: random.Random
-    part: Images = field(default_factory=lambda: Images(NUM_ROWS))
+    see_each_other: bool  # the rows of an image
+    part: Images = field(init=False)
     waiting: list[Request] = field(default_factory=list)
     running: dict[Request, Running] = field(default_factory=dict)
     buffer: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # image and row, by place
@@ -47,6 +50,9 @@ class Bench:
     step: int = 0
     num_encoded: int = 0
 
+    def __post_init__(self) -> None:
+        self.part = Images(NUM_ROWS, largest_block=LARGEST if self.see_each_other else None)
+
     def submit(self) -> None:
         pictures = self.rng.choices(PICTURES, k=self.rng.randint(1, 3))
         if sum(each.num_rows for each in {*pictures}) > NUM_ROWS:
@@ -54,6 +60,8 @@ class Bench:
         template = [token for _ in pictures for token in (1, 2, PLACEHOLDER)]
         prompt, spans = with_pictures(template, PLACEHOLDER, pictures)
         self.num_made += 1
+        extra = self.part.extra(SamplingParams(), prompt, Pictured(spans))
+        assert extra is not None
         salt = self.rng.choice(["a", "b"])
         self.waiting.append(
             Request(
@@ -63,7 +71,7 @@ class Bench:
                 max_tokens=1,
                 seed=0,
                 cache_salt=salt,
-                extras=(Pictured(spans),),
+                extras=(extra,),
             )
         )
 
@@ -86,14 +94,22 @@ class Bench:
             left = running.num_to_prefill - running.num_scheduled
             if left and self.rng.random() < 0.7:
                 start = running.num_scheduled
-                end = start + self.rng.randint(1, min(left, 5))
+                end = running.request.chunk_end(start + self.rng.randint(1, min(left, LARGEST)))
+                if end <= start:
+                    continue
                 ids = running.request.token_ids[start:end]
                 work.chunks.append(Chunk(running.slot, start, ids, samples=False))
                 work.chunk_owners.append(running)
         plan = self.part.plan(work)
+        seen: list[int] = []
         for chunk, running in work.owned_chunks:
             self.check(chunk, running, plan)
             running.num_scheduled = chunk.end
+            seen += last_seen(running.request.token_ids)[chunk.start : chunk.end]
+        if self.see_each_other and plan is not None and plan.reads:
+            assert np.frombuffer(plan.last_seen, np.int32).tolist() == seen
+        else:
+            assert plan is None or not plan.last_seen
         for encode in plan.encodes if plan is not None else ():
             (array,) = encode.inputs
             number = int(np.frombuffer(array.data, array.dtype).reshape(array.shape)[0, 0])
@@ -113,6 +129,9 @@ class Bench:
             places = span.start + np.flatnonzero(span.picture.is_row)
             for k, place in enumerate(places.tolist()):
                 wanted[place] = span.picture.digest, k
+        if self.see_each_other and chunk.end < len(wanted):
+            ids = running.request.token_ids
+            assert not (ids[chunk.end - 1] < 0 and ids[chunk.end] < 0), "an image is cut"
         got = [self.buffer[-1 - each] if each < 0 else each for each in chunk.token_ids]
         assert got == wanted[chunk.start : chunk.end]
         if any(each < 0 for each in chunk.token_ids):
@@ -186,9 +205,20 @@ def running_of(request: Request, num_scheduled: int, slot: int) -> Running:
     )
 
 
-@given(st.integers(0, 2**32))
-def test_chunks_read_the_rows_of_their_images_and_every_request_is_served(seed: int) -> None:
-    bench = Bench(random.Random(seed))
+def last_seen(ids: Sequence[int]) -> list[int]:
+    """The last position that each token sees, where rows that follow each other do."""
+    found = list(range(len(ids)))
+    for place in reversed(range(len(ids) - 1)):
+        if ids[place] < 0 and ids[place + 1] < 0:
+            found[place] = found[place + 1]
+    return found
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_chunks_read_the_rows_of_their_images_and_every_request_is_served(
+    seed: int, see_each_other: bool
+) -> None:
+    bench = Bench(random.Random(seed), see_each_other)
     moves = (bench.submit, bench.admit, bench.launch, bench.settle, bench.end_those_that_are_done)
     rare = (bench.end_any, bench.retract, bench.fail, bench.replace_weights)
     for _ in range(60):
@@ -206,7 +236,7 @@ def test_chunks_read_the_rows_of_their_images_and_every_request_is_served(seed: 
 
 
 def test_what_nobody_wants_any_more_is_not_encoded() -> None:
-    bench = Bench(random.Random(1))
+    bench = Bench(random.Random(1), see_each_other=False)
     while not bench.waiting:
         bench.submit()
     bench.admit(always=True)

@@ -114,6 +114,8 @@ def write_checkpoint_with_towers(
     if placeholder is not None:
         config.image_token_id = placeholder
         config.vision_config.image_size = 56
+        if hasattr(config, "mm_tokens_per_image"):
+            config.mm_tokens_per_image = 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import torch
 from support.paged import UNDEFINED_PAGE
@@ -76,3 +77,18 @@ class Cache:
                 total += (sinks[head].double() - scores.max()).exp()
             rows.append(exponentials / total @ values[:, head // group])
         return torch.stack(rows)
+
+
+def blocks_of(chunks: Sequence[tuple[int, int]], seed: int = 0) -> list[int]:
+    """The last position that each row sees, where some of the rows of the chunks see each other in
+    blocks of 1 to 40. chunks: (cached tokens, new tokens) of each."""
+    rng = random.Random(seed)
+    found: list[int] = []
+    for start, length in chunks:
+        position, end = start, start + length
+        while position < end:
+            stop = min(position + rng.randint(1, 40), end)
+            own = range(position, stop)
+            found += own if rng.random() < 0.4 else [stop - 1] * len(own)
+            position = stop
+    return found

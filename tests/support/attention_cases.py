@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from support.attention_cache import blocks_of
 from support.layer_cases import EPS, assert_rounded_alike
 from support.paged import UNDEFINED_PAGE
 from torch import Tensor
@@ -237,6 +239,19 @@ def assert_stored(
             own = found.flatten(0, 1)[slots]
             wanted = wanted.flatten(0, 1).index_copy(0, slots, own).view(found.shape)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def check_blocks(
+    backend: Any, shape: Shape, chunks: Sequence[tuple[int, int]], seed: int = 0
+) -> None:
+    """As check_prefill, with rows that see later ones. backend: with an argument for that."""
+    starts, lengths = zip(*chunks, strict=True)
+    kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed, starts)
+    rows = PrefillBatch.of(table, starts, lengths)
+    q = shape.queries(rows.num_rows)
+    last = torch.tensor(blocks_of(chunks, seed), dtype=torch.int32, device=shape.device)
+    expected = TorchAttention().prefill(shape.call(*in_float32(q, kv)), rows, last)
+    assert_close(backend.prefill(shape.call(q, kv), rows, last), expected, shape)
 
 
 def check_prefill(

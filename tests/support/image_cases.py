@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -16,6 +17,7 @@ import torch
 import transformers
 from support.adopted_checkpoints import write_checkpoint_with_towers
 from support.checkpoints import load_reference
+from support.gemma_checkpoints import TEXT, TOWER
 from support.parity import NOISE, load_engine
 from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
@@ -24,7 +26,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
 from minisgl.images.prompt import Prompt
-from minisgl.models import qwen3_5, qwen_vl
+from minisgl.models import lfm2, qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
@@ -84,6 +86,65 @@ def lined_picture(config: Any, seed: int) -> Picture:
     return picture(inputs, lines * places, grid=(1, lines, places))
 
 
+def placed_picture(config: Any, seed: int) -> Picture:
+    """A picture of patches with their places, each of another shape, with some that fill up."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    side = tower.pooling_kernel_size
+    grid = np.indices((lines * side, places * side))[::-1].reshape(2, -1).T
+    where = np.full((1, 7 * side**2, 2), -1)
+    where[0, : len(grid)] = grid
+    pixels = torch.rand((1, where.shape[1], 3 * tower.patch_size**2), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "image_position_ids": where}
+    return picture(inputs, lines * places)
+
+
+def write_placed(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = TEXT | {"vocab_size": 97, "vocab_size_per_layer_input": 97, "sliding_window": 5}
+    text |= {"use_bidirectional_attention": "vision"}
+    tower = TOWER | {"patch_size": 4}
+    config = made.config_class(
+        text_config=text, vision_config=tower, audio_config=None, image_token_id=PLACEHOLDER
+    )
+    return _saved(made, config, folder)
+
+
+def patched_picture(config: Any, seed: int) -> Picture:
+    """A picture of patches, each of another shape, with room for more."""
+    tower = config.vision_config
+    generator = torch.Generator().manual_seed(seed)
+    lines, places = 2 + seed % 2, 3 - seed % 3
+    sizes = np.array([[2 * lines, 2 * places]])
+    mask = np.arange(28)[None] < sizes.prod()
+    pixels = torch.randn((*mask.shape, 3 * tower.patch_size**2), generator=generator)
+    inputs = {"pixel_values": pixels.numpy(), "pixel_attention_mask": mask}
+    return picture(inputs | {"spatial_shapes": sizes}, lines * places)
+
+
+def write_patched(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "max_position_embeddings": 512,
+    }
+    tower = TOWER | {"patch_size": 4, "num_patches": 16}
+    config = made.config_class(
+        text_config=text | {"model_type": "lfm2"},
+        vision_config=tower | {"model_type": "siglip2_vision_model"},
+        image_token_id=PLACEHOLDER,
+        projector_hidden_size=48,
+    )
+    return _saved(made, config, folder)
+
+
 def write_square(architecture: str, folder: Path) -> Path:
     return write_checkpoint_with_towers(architecture, folder, PLACEHOLDER)
 
@@ -109,6 +170,7 @@ def write_vl(architecture: str, folder: Path) -> Path:
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
         **({"head_dim": 16} if is_3 else {}),
+        **(EXPERTS if "Moe" in architecture else {}),
     }
     tower = LINED | ({"deepstack_visual_indexes": [0, 1], "depth": 2} if is_3 else {})
     if architecture == "Qwen2VLForConditionalGeneration":
@@ -140,10 +202,14 @@ def _saved(made: Any, config: Any, folder: Path) -> Path:
 
 LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 QWEN_3_VL = "Qwen3VLForConditionalGeneration"
+GEMMA_3, GEMMA_4 = "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"
 WRITERS: dict[str, tuple[Any, Any]] = {
     LLAVA: (write_square, square_picture),
     **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
     **dict.fromkeys(qwen_vl.READERS, (write_vl, lined_picture)),
+    GEMMA_3: (write_square, square_picture),
+    GEMMA_4: (write_placed, placed_picture),
+    lfm2.WITH_TOWER: (write_patched, patched_picture),
 }
 
 
@@ -199,10 +265,16 @@ def _logits(reference: Any, token_ids: list[int], spans: tuple[Span, ...]) -> Te
     for name in pictures[0].inputs if pictures else ():
         given[name] = torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
     ids = torch.tensor([token_ids])
-    if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+    for name in _kinds_of(reference):
+        given[name] = (ids == PLACEHOLDER).int()
     logits: Tensor = reference(input_ids=ids, **given, use_cache=False).logits[0]
     return logits
+
+
+def _kinds_of(reference: Any) -> set[str]:
+    """The arguments by which a model is told rows from text."""
+    takes = inspect.signature(reference.forward).parameters
+    return {"token_type_ids", "mm_token_type_ids"} & takes.keys()
 
 
 @cache

@@ -256,6 +256,20 @@ FAMILIES = (
         options=LLAVA_OPTIONS,
         adds_bos=True,
     ),
+    Family(
+        "llava_onevision",
+        "llava_onevision.processing_llava_onevision",
+        "LlavaOnevisionProcessor",
+        {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+        },
+        LLAVA_TEMPLATE,
+        ("<image>", "<video>"),
+        "<image>",
+        options={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
 )
 
 # Its processor needs torchvision, which the tests do not have.
@@ -312,10 +326,10 @@ class ProcessorHere(ImageProcessor):
         return answer(self._loaded, task)
 
     def process(
-        self, data: bytes, digest: bytes, max_pixels: int, *, is_low: bool = False
+        self, data: bytes, digest: bytes, max_pixels: int, **form: bool
     ) -> tuple[Picture, int]:
         self.num_images += 1
-        return super().process(data, digest, max_pixels, is_low=is_low)
+        return super().process(data, digest, max_pixels, **form)
 
 
 def reference_processor(folder: Path, family: Family) -> Any:

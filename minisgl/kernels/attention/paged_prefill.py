@@ -34,7 +34,7 @@ MOST_SPLIT_CHUNKS = 32
 # Arguments that change with the step, and must not give a variant of a kernel each.
 _VARYING = {
     "do_not_specialize": ["num_chunks", "target_splits", "min_split", "table_stride", "window"],
-    "do_not_specialize_on_alignment": ["page_table", "row_starts", "ends"],
+    "do_not_specialize_on_alignment": ["page_table", "row_starts", "ends", "last_seen"],
 }
 
 
@@ -63,6 +63,7 @@ def paged_prefill(
     workspace: SplitWorkspace | None = None,
     scales: KVScales = UNSCALED,
     pdl: bool = True,
+    last_seen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention from the rows of chunks to the cache, which holds their K and V.
 
@@ -76,6 +77,9 @@ def paged_prefill(
     splits of about equal size, up to so many in all and of `tiles.min_split` keys or more; the
     first tokens of a chunk, which see fewer keys than the last, may have splits of half of that.
     The workspace must have the room that `split_room` gives.
+
+    last_seen: [num_rows] int32, the position of the last key that each row sees, within its chunk,
+    where that may be behind its own; then no keys are split.
     """
     num_rows, num_heads, head_dim = q.shape
     v_head_dim = v.shape[3]
@@ -104,7 +108,7 @@ def paged_prefill(
         **pdl_options(q.device, pdl),
     }
     if target_splits:
-        assert num_chunks <= MOST_SPLIT_CHUNKS
+        assert num_chunks <= MOST_SPLIT_CHUNKS and last_seen is None
         assert workspace is not None and workspace.holds(
             **split_room(target_splits, sizes.num_groups, v_head_dim, tiles)
         )
@@ -115,7 +119,7 @@ def paged_prefill(
             min_split=max(tiles.min_split, target_splits),  # see _find_split
         )
     else:
-        _whole_kernel[(sizes.num_groups, num_items)](**chunks)
+        _whole_kernel[(sizes.num_groups, num_items)](**chunks, last_seen=last_seen)
     return out
 
 
@@ -143,6 +147,7 @@ def _whole_kernel(
     ends,
     num_chunks,
     window,
+    last_seen,
     sizes: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -172,10 +177,15 @@ def _whole_kernel(
         return
     item = _item(first_row, end_row, end, left, window, sizes)
     cache = cache_of(tensors, page_table + chunk * table_stride, kv_head, sizes)
+    stop, last = item.position + item.num_tokens, None
+    if last_seen is not None:
+        tokens = tl.arange(0, sizes.block_m) // sizes.group
+        last = tl.load(last_seen + item.row + tokens, tokens < item.num_tokens, 0)
+        last = tl.maximum(last, item.position + tokens)
+        stop = tl.minimum(tl.maximum(stop, tl.max(last) + 1), end)
     softmax = _attend(
-        item, tensors, cache, kv_head, item.begin, item.diagonal,
-        item.position + item.num_tokens, window, scoring, sizes,
-    )  # fmt: skip
+        item, tensors, cache, kv_head, item.begin, item.diagonal, stop, window, scoring, sizes, last
+    )
     sinks = None
     if scoring.sinks is not None:
         sinks = tl.load(scoring.sinks + _heads(kv_head, sizes))
@@ -275,9 +285,21 @@ def _heads(kv_head, sizes: tl.constexpr):
 
 
 @triton.jit
-def _attend(item, tensors, cache, kv_head, first, stop, end, window, scoring, sizes: tl.constexpr):
+def _attend(
+    item,
+    tensors,
+    cache,
+    kv_head,
+    first,
+    stop,
+    end,
+    window,
+    scoring,
+    sizes: tl.constexpr,
+    last=None,
+):
     """A softmax of the item's queries over first..stop, tiles before the diagonal, and from the
-    diagonal to `end`."""
+    diagonal to `end`. last: as of tile_loop.attend."""
     tokens = tl.arange(0, sizes.block_m) // sizes.group
     rows = item.row.to(tl.int64) + tokens
     places = rows * tensors.q_stride + _heads(kv_head, sizes) * sizes.head_dim
@@ -295,7 +317,7 @@ def _attend(item, tensors, cache, kv_head, first, stop, end, window, scoring, si
     # Then those of which every token sees all keys, and those on the diagonal.
     softmax = attend(softmax, query, scoring, cache, first, stop, sizes, whole=True)
     return attend(
-        softmax, query, scoring, cache, item.diagonal, end, sizes, None, positions, window
+        softmax, query, scoring, cache, item.diagonal, end, sizes, None, positions, window, last
     )
 
 

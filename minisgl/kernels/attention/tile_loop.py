@@ -69,12 +69,14 @@ def attend(
     pages=None,
     positions=None,
     window=None,
+    last=None,
     whole: tl.constexpr = False,
 ):
     """The softmax with the keys first..end added. pages: those of the first tile, if loaded.
 
     A query sees the keys up to its position, with a window so many of them; positions None: all.
-    `whole`: all keys are seen, in whole tiles."""
+    last: [rows], the key up to which it sees them, if that is not its position. `whole`: all keys
+    are seen, in whole tiles."""
     if pages is None:
         pages = load_pages(cache.table, first, end, sizes)
     acc, peak, totals = softmax.acc, softmax.peak, softmax.totals
@@ -87,7 +89,7 @@ def attend(
         live, visible = None, None
         if not whole:
             live = (keys < end)[:, None]
-            visible = _visible(keys, end, positions, window)
+            visible = _visible(keys, end, positions, window, last)
         tile = _load(cache.k, slots, live, sizes.head_dim, sizes.key_dim, dtype, sizes)
         scores = _dot(query.parts, tile, None)
         if sizes.key_dim < sizes.head_dim:
@@ -146,10 +148,15 @@ def _slots(pages, start, sizes: tl.constexpr):
 
 
 @triton.jit
-def _visible(keys, end, positions, window):
+def _visible(keys, end, positions, window, last):
     """[rows or 1, block_n] bool: which keys the queries see."""
     if positions is None:
         return (keys < end)[None, :]
+    elif last is not None:
+        visible = (keys[None, :] <= last[:, None]) & (keys < end)[None, :]
+        if window is not None:
+            visible &= keys[None, :] > positions[:, None] - window
+        return visible
     elif window is None:
         return keys[None, :] <= positions[:, None]
     else:  # from 0 on, and below the window: one comparison of unsigned numbers

@@ -31,7 +31,9 @@ RENAMED = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 # Their text part runs; its tokens are those of the whole model in the same test.
 TOWERS = frozenset(
     """
-    AriaForConditionalGeneration DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
+    AriaForConditionalGeneration AyaVisionForConditionalGeneration
+    Cohere2VisionForConditionalGeneration
+    DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
     Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
     Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
@@ -45,6 +47,7 @@ TOWERS = frozenset(
 _RECURRENT = "its layers keep a state instead of keys and values"
 _OWN_ATTENTION = "its attention has implementations of its own, and takes no other"
 _BIASES = "it attends with biases by distance (ALiBi)"
+_DIRECTIONS = "its code counts positions in three directions"
 _SPARSE = "its attention chooses the tokens that it reads"
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
@@ -57,6 +60,13 @@ REFUSED = {
         RwkvForCausalLM ZambaForCausalLM Zamba2ForCausalLM xLSTMForCausalLM
         """.split(),
         _RECURRENT,
+    ),
+    **dict.fromkeys(
+        """
+        Glm46VForConditionalGeneration Glm4vForConditionalGeneration
+        Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration
+        """.split(),
+        _DIRECTIONS,
     ),
     "BloomForCausalLM": _BIASES,
     "MptForCausalLM": _BIASES,

@@ -70,7 +70,7 @@ def _of_experts(sources: list[str], targets: list[str]) -> list[tuple[re.Pattern
     minisgl's experts."""
     path, _, last = targets[0].rpartition(".")
     maps = _EXPERT_MAPS.get(last, ())
-    if len(targets) != 1 or len(sources) != len(maps):
+    if len(targets) != 1 or len(sources) != len(maps) or not all("*" in each for each in sources):
         return []
     return [
         (

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
-from minisgl.config import LayerSpec
 from minisgl.kernels.residual import Residual, joined
 from minisgl.models.decoder import Taps
+from minisgl.models.towers.around import AroundDecoder
 from minisgl.models.transformer import CausalLM
 
 
-class SeeingModel:
-    """Runs another decoder. Implements Decoder.
+class SeeingModel(AroundDecoder):
+    """Runs another decoder.
 
     A step that `rope` is set for has a rotary table of its own, whose rows are those of the step:
     each number is that of the position which rotates it.
@@ -31,6 +31,7 @@ class SeeingModel:
     ) -> None:
         """axes: as of Sight. rows: the buffer, [num_rows, row_size]; empty on other stages than the
         first."""
+        super().__init__(model)
         self._model, self._rows, self._hidden_size = model, rows, hidden_size
         num_pairs = next(iter(model.rotary_tables.values())).shape[1] // 2
         of_pairs = torch.tensor(axes[:num_pairs])
@@ -42,19 +43,6 @@ class SeeingModel:
         for number in range(self._num_deep):
             layer = model.layers[str(number + 1)]  # as what the next one takes
             layer.register_forward_pre_hook(partial(self._add, number))
-
-    @property
-    def dense_copy_bytes(self) -> int:
-        return self._model.dense_copy_bytes
-
-    def prepare(self, *, dense_copies: bool = False) -> None:
-        self._model.prepare(dense_copies=dense_copies)
-
-    def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
-        return self._model.layer_specs(kv_dtype)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
 
     def __call__(
         self,
@@ -74,10 +62,9 @@ class SeeingModel:
             model.rotary_tables = {layer: made[id(table)] for layer, table in tables.items()}
             self._deep = self._deep_rows(batch.token_ids)
         try:
-            hidden: Tensor = model(batch, states, attention, received, taps)
+            return super().__call__(batch, states, attention, received, taps)
         finally:
             model.rotary_tables, self._deep = tables, ()
-        return hidden
 
     def _table(self, table: Tensor, rope: Tensor) -> Tensor:
         """The rotations of the rows of a step, [num_rows, rotary_dim], from those of positions."""

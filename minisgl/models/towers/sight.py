@@ -9,20 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config import ResolvedConfig
-from minisgl.models import qwen3_5
+from minisgl.models import lfm2, qwen3_5
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 
+_QWEN_3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 # Those whose images have any shape, in lines of rows: they count positions in three directions.
 # With each, how many pairs of a head each of these rotates, unless the config says it.
 BY_LINES: dict[str, tuple[int, int, int]] = {
     **dict.fromkeys(qwen3_5.WITH_TOWER, (11, 11, 10)),
     "Qwen2VLForConditionalGeneration": (16, 24, 24),
     "Qwen2_5_VLForConditionalGeneration": (16, 24, 24),
-    "Qwen3VLForConditionalGeneration": (24, 20, 20),
+    **dict.fromkeys(_QWEN_3, (24, 20, 20)),
 }
 # Of these, those whose pairs take turns; of the others, those of one position follow each other.
-_IN_TURN = frozenset((*qwen3_5.WITH_TOWER, "Qwen3VLForConditionalGeneration"))
+_IN_TURN = frozenset((*qwen3_5.WITH_TOWER, *_QWEN_3))
+
+
+class BothWays(enum.Enum):
+    """Where the rows of an image see those behind them, too."""
+
+    ALL = "in all layers"
+    WINDOWED = "in layers with a window"
 
 
 class Kind(enum.Enum):
@@ -33,13 +41,20 @@ class Kind(enum.Enum):
     ANYRES = "the whole and its tiles, and the size of the image"
     SIZED = "all of its pixels, and their size"
     LINES = "patches, and how many lines of how many"
+    PLACED = "patches, and where each is"
+    PATCHED = "patches of tiles, which of them are there, and in how many lines"
 
 
 # Each of these gives rows for an image by itself, which take the places of its placeholders.
 SEEING: dict[str, Kind] = {
     **dict.fromkeys(BY_LINES, Kind.LINES),
+    "Gemma3ForConditionalGeneration": Kind.SQUARE,
+    "Gemma4ForConditionalGeneration": Kind.PLACED,
+    "AyaVisionForConditionalGeneration": Kind.SQUARE,
+    "Cohere2VisionForConditionalGeneration": Kind.SQUARE,
     "GotOcr2ForConditionalGeneration": Kind.SQUARE,
     "Idefics3ForConditionalGeneration": Kind.TILES,
+    lfm2.WITH_TOWER: Kind.PATCHED,
     "InternVLForConditionalGeneration": Kind.SQUARE,
     "LightOnOcrForConditionalGeneration": Kind.SIZED,
     "LlavaForConditionalGeneration": Kind.SQUARE,
@@ -65,6 +80,8 @@ class Sight:
     # Which position rotates each pair of a head, where positions are counted in three directions: 0
     # that by frame, 1 that by line, 2 that within a line; empty: there is one position.
     axes: tuple[int, ...] = ()
+    both_ways: BothWays | None = None  # None: a row sees those before it
+    pad: int = 0  # the id that rows have in embeddings of each layer
 
 
 def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sight | str:
@@ -86,6 +103,9 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
     axes = _axes(names[0], text)
     if axes and options.dp_attention:
         return "with --dp-attention it counts positions in one direction"
+    both_ways = _both_ways(names[0], text)
+    if both_ways is not None and options.dp_attention:
+        return "with --dp-attention the rows of an image see no later ones"
     deep = (fields.values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
     if len(deep) >= model.num_layers // options.pp:
         return f"with --pp {options.pp} the first stage has too few layers"
@@ -95,7 +115,16 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
         placeholder=int(placeholders[0]),
         row_size=(1 + len(deep)) * model.hidden_size,
         axes=axes,
+        both_ways=both_ways,
+        pad=text.get("pad_token_id") or 0,
     )
+
+
+def _both_ways(architecture: str, text: Mapping[str, Any]) -> BothWays | None:
+    """text: the config of the text part."""
+    if architecture == "Gemma3ForConditionalGeneration":
+        return BothWays.ALL
+    return BothWays.WINDOWED if text.get("use_bidirectional_attention") == "vision" else None
 
 
 def _axes(architecture: str, text: Mapping[str, Any]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,6 +31,7 @@ _TOWER_SIZES = {
     "depth": 2,
     "num_attention_heads": 2,
     "num_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 16,
 }
 _STATE_SIZES = {
@@ -38,6 +40,7 @@ _STATE_SIZES = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_TYPES = {"token_type_ids", "mm_token_type_ids"}  # arguments that tell rows from text
 _SHAPES = ((2, 3), (3, 2))  # of images, in lines of rows
 _NUM_TILES = 2  # of an image, in a line where it is cut into lines
 _SEED = 5
@@ -100,8 +103,8 @@ class SmallModel:
             name: torch.cat([torch.from_numpy(each.inputs[name]) for each in pictures])
             for name in pictures[0].inputs
         }
-        if "image_grid_thw" in given:
-            given["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+        for name in _TYPES & inspect.signature(self.model.forward).parameters.keys():
+            given[name] = (ids == PLACEHOLDER).int()
         logits: Tensor = self.model(input_ids=ids, **given, use_cache=False).logits[0]
         return logits
 
@@ -112,6 +115,9 @@ def _small_config(sight: Sight) -> Any:
     kinds = getattr(text, "layer_types", None) or []
     deep = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     num_layers = max([2, 1 + len(deep), *(1 + kinds.index(kind) for kind in kinds)])
+    if sight.both_ways is not None:  # what rows see in a layer, text sees in a later one
+        later = (n for n in range(num_layers, len(kinds)) if kinds[n] == kinds[-1])
+        num_layers = 1 + next(later, len(kinds) - 1)
     text = shrunk(text, min(num_layers, text.num_hidden_layers))
     for name, size in _STATE_SIZES.items():
         if hasattr(text, name):
@@ -123,6 +129,10 @@ def _small_config(sight: Sight) -> Any:
             text.hidden_size = text.num_attention_heads * head_dim
         else:
             text.head_dim = head_dim
+    if hasattr(text, "logit_scale"):  # the code of some wholes leaves it out; tokens are the same
+        text.logit_scale = 1.0
+    if hasattr(config, "mm_tokens_per_image"):
+        config.mm_tokens_per_image = 4
     config.text_config = text
     config.image_token_id = PLACEHOLDER
     tower = config.vision_config = _small_tower(config.vision_config, text.hidden_size)
@@ -212,10 +222,32 @@ def _by_lines(tower: Any, shape: tuple[int, int]) -> _Made:
     return {"pixel_values": pixels, "image_grid_thw": grid}, (1, lines, places)
 
 
+def _placed(tower: Any, shape: tuple[int, int]) -> _Made:
+    """With patches behind the others that fill up, and are at no place."""
+    side = tower.pooling_kernel_size
+    lines, places = (side * each for each in shape)
+    by_line, in_line = np.divmod(np.arange(lines * places), places)
+    known = np.stack((in_line, by_line), axis=1)
+    filling = np.full((side**2, 2), -1)
+    where = np.concatenate((known, filling))[None]
+    pixels = torch.rand(1, where.shape[1], 3 * tower.patch_size**2).numpy()
+    return {"pixel_values": pixels, "image_position_ids": where}, None
+
+
+def _patched(tower: Any, shape: tuple[int, int]) -> _Made:
+    """With a place for a patch more than there are."""
+    sizes = np.array([[2 * each for each in shape]])  # of whose patches four make a row
+    mask = np.arange(sizes.prod() + 4)[None] < sizes.prod()
+    pixels = torch.randn(*mask.shape, tower.num_channels * tower.patch_size**2).numpy()
+    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": sizes}, None
+
+
 _KINDS: dict[Kind, Callable[[Any, tuple[int, int]], _Made]] = {
     Kind.SQUARE: _square,
     Kind.TILES: _tiles,
     Kind.SIZED: _sized,
     Kind.ANYRES: _anyres,
     Kind.LINES: _by_lines,
+    Kind.PLACED: _placed,
+    Kind.PATCHED: _patched,
 }

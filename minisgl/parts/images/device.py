@@ -4,8 +4,9 @@ chunks take them in the place of embeddings."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import DeviceMemoryError, in_one_line
 from minisgl.models.decoder import Decoder
-from minisgl.models.towers.largest import largest_inputs
+from minisgl.models.towers.both_ways import BothWaysModel
+from minisgl.models.towers.largest import largest_inputs, most_pieces
 from minisgl.models.towers.seeing import SeeingModel
-from minisgl.models.towers.sight import Sight
+from minisgl.models.towers.sight import BothWays, Sight
 from minisgl.models.towers.tower import Tower, load_tower
 from minisgl.parts.device_part import StepPart
 from minisgl.parts.images.host import Encode, ImagePlan
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from minisgl.models.transformer import CausalLM
 
 logger = logging.getLogger(__name__)
+
+_OF_LAYERS = "embed_tokens_per_layer"  # an embedding with numbers for each layer
 
 
 class SeenEmbedding:
@@ -47,22 +51,37 @@ class SeenEmbedding:
         return torch.where((token_ids < 0).unsqueeze(-1), seen, text)
 
 
+class PaddedEmbedding:
+    """The same of another embedding of these ids. While `is_open`, negative ones are `pad`."""
+
+    def __init__(self, base: nn.Module, pad: int) -> None:
+        self._base, self._pad = base.forward, pad
+        self.is_open = False
+        base.forward = self.forward
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.is_open:
+            token_ids = token_ids.masked_fill(token_ids < 0, self._pad)
+        return cast(Tensor, self._base(token_ids))
+
+
 class DeviceImages:
     """The rows of images on a rank. Only the first stage has any; on the others, all are there."""
 
     def __init__(
         self,
         tower: Tower | None,
-        embedding: SeenEmbedding | None,
-        seeing: SeeingModel | None,
+        embeddings: Sequence[SeenEmbedding | PaddedEmbedding],
+        seeing: SeeingModel | BothWaysModel | None,
         rows: Tensor,
         offsets: Tensor | None,
         lanes: Lanes,
     ) -> None:
-        """seeing: the model, if it counts positions in three directions. rows: the buffer.
-        offsets: [num_slots + 1] int64, of such a model, as in SlotTables."""
+        """seeing: the model, if it must know of steps with images. rows: the buffer. offsets:
+        [num_slots + 1] int64, as in SlotTables, of one that counts positions in three
+        directions."""
         self._tower, self._rows, self._lanes = tower, rows, lanes
-        self._embedding, self.seeing, self.offsets = embedding, seeing, offsets
+        self._embeddings, self.seeing, self.offsets = embeddings, seeing, offsets
         self._lane = copy_lane(lanes, priority=0)
         # What ends the encoding of an image, by its number: for `open`, which needs no mark that is
         # reached, and, or why it failed, for `landed`, which another thread calls.
@@ -77,21 +96,26 @@ class DeviceImages:
                 [[*each] for each in zip(*plan.offsets, strict=True)]
             )
             self.offsets.index_copy_(0, slots, values)
-        if plan.rope and self.seeing is not None:
+        if plan.rope and isinstance(self.seeing, SeeingModel):
             (rope,) = self._lanes.upload([np.frombuffer(plan.rope, np.int32)])
             self.seeing.rope = rope.view(3, -1)
+        if plan.last_seen and isinstance(self.seeing, BothWaysModel):
+            (last_seen,) = self._lanes.upload([np.frombuffer(plan.last_seen, np.int32)])
+            self.seeing.last_seen = last_seen.int()
         for number in plan.reads:
             mark = self._marks.pop(number, None)
             if mark is not None:
                 self._lane.hold_compute(mark)
-        if self._embedding is not None:
-            self._embedding.is_open = bool(plan.reads)
+        for embedding in self._embeddings:
+            embedding.is_open = bool(plan.reads)
 
     def close(self) -> None:
-        if self.seeing is not None:
+        if isinstance(self.seeing, SeeingModel):
             self.seeing.rope = None
-        if self._embedding is not None:
-            self._embedding.is_open = False
+        elif self.seeing is not None:
+            self.seeing.last_seen = None
+        for embedding in self._embeddings:
+            embedding.is_open = False
 
     def encode(self, image: Encode) -> None:
         """Begin to encode an image. Its rows are written once the steps launched so far, which may
@@ -145,7 +169,7 @@ class DeviceImages:
                 f"The tower has no memory for an image of {num_rows} tokens; lower --image-rows, "
                 "or set it to 0 to run the text part alone."
             ) from error
-        num_pieces = -(-num_rows // len(found[0]))
+        num_pieces = most_pieces(sight, num_rows, len(found[0]))
         return num_pieces * (torch.cuda.max_memory_allocated() - held)
 
     def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
@@ -197,18 +221,23 @@ def load_images(
     device = lanes.device
     num_rows = num_rows if is_first else 0
     rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
-    seeing, offsets = None, None
-    if sight.axes:
+    seeing: SeeingModel | BothWaysModel | None = None
+    offsets = None
+    if sight.both_ways is not None:
+        only_windowed = sight.both_ways is BothWays.WINDOWED
+        seeing = BothWaysModel(model, device, only_windowed=only_windowed)
+    elif sight.axes:
         seeing = SeeingModel(cast("CausalLM", model), sight.axes, rows, hidden_size)
         offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+    embeddings: list[SeenEmbedding | PaddedEmbedding] = []
+    is_native = isinstance(model, nn.Module)
+    whole: Any = model if is_native else cast("AdoptedModel", model).module
+    for name, module in whole.named_modules():
+        if name.endswith(_OF_LAYERS):
+            embeddings.append(PaddedEmbedding(module, sight.pad))
     if not is_first:
-        return DeviceImages(None, None, seeing, rows, offsets, lanes)
+        return DeviceImages(None, embeddings, seeing, rows, offsets, lanes)
     tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
-    first = rows[:, :hidden_size]
-    whole = cast("CausalLM | AdoptedModel", model)
-    if isinstance(whole, nn.Module):
-        base = whole.embed_tokens
-    else:
-        base = whole.module.get_input_embeddings()
-    embedding = SeenEmbedding(cast(nn.Module, base), first)
-    return DeviceImages(tower, embedding, seeing, rows, offsets, lanes)
+    base: nn.Module = whole.embed_tokens if is_native else whole.get_input_embeddings()
+    embeddings.append(SeenEmbedding(base, rows[:, :hidden_size]))
+    return DeviceImages(tower, embeddings, seeing, rows, offsets, lanes)

@@ -33,6 +33,29 @@ class Pictured(Extra):
     takes_drafts: ClassVar[bool] = False
 
     spans: tuple[Span, ...]
+    # No chunk ends within a run of rows, which see each other.
+    keeps_whole: bool = False
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Where the runs of rows begin and end: an image has several if there is text in it."""
+        return tuple(
+            (span.start + start, span.start + end)
+            for span in self.spans
+            for start, end in _runs(span.picture.is_row)
+        )
+
+    def chunk_end(self, end: int) -> int:
+        cut = (start for start, stop in self.blocks if start < end < stop)
+        return next(cut, end) if self.keeps_whole else end
+
+    def last_seen(self, start: int, end: int) -> NDArray[np.int32]:
+        """The last position that each of the tokens `start` to `end` sees, [end - start], where the
+        rows of an image see each other."""
+        found = np.arange(start, end, dtype=np.int32)
+        for first, stop in self.blocks:
+            found[max(0, first - start) : max(0, stop - start)] = stop - 1
+        return found
 
     @cached_property
     def _positions(self) -> tuple[NDArray[np.int32], int]:
@@ -95,6 +118,7 @@ class ImagePlan(PartPlan):
     offsets: tuple[tuple[int, int], ...] = ()
     # Of the rows of all chunks, [3, num_rows] int32; empty: they are rotated by their positions.
     rope: bytes = b""
+    last_seen: bytes = b""  # the same, [num_rows] int32; empty: they see the rows before them
     encodes: tuple[Encode, ...] = ()  # to begin
     reads: tuple[int, ...] = ()  # the numbers of the images whose rows the chunks read
 
@@ -161,9 +185,13 @@ class Images(Part):
     kind = Pictured
     is_always = True
 
-    def __init__(self, num_rows: int, *, turns: bool = False) -> None:
-        """num_rows: of the buffer. turns: the model counts positions in three directions."""
-        self._num_rows, self._turns = num_rows, turns
+    def __init__(
+        self, num_rows: int, *, turns: bool = False, largest_block: int | None = None
+    ) -> None:
+        """num_rows: of the buffer. turns: the model counts positions in three directions.
+        largest_block: the rows of an image see each other, and a step can compute so many of
+        one; None: they see those before them."""
+        self._num_rows, self._turns, self._largest = num_rows, turns, largest_block
         self._of_slot: dict[int, int] = {}  # offsets, as the device has them
         self._decoding: tuple[Sequence[Running], bool] = ((), False)  # and whether a row has one
         self._free = [*range(num_rows - 1, -1, -1)]
@@ -186,6 +214,16 @@ class Images(Part):
                     f"the images take {wanted:,} tokens, and there is room for {self._num_rows:,} "
                     "of a request; send fewer or smaller ones, or raise --image-rows.",
                 )
+            if self._largest is not None:
+                given = replace(given, keeps_whole=True)
+                largest = max(stop - start for start, stop in given.blocks)
+                if largest > self._largest:
+                    raise InvalidRequestError(
+                        "messages",
+                        f"an image takes {largest} tokens in a row, which one step must compute, "
+                        f"and it computes at most {self._largest}; send a smaller image, or raise "
+                        "--max-prefill-length.",
+                    )
         return given
 
     def admits(self, request: Request, running: Iterable[Running]) -> bool:
@@ -257,9 +295,19 @@ class Images(Part):
             adapts_rows=adapts_rows,
             offsets=offsets,
             rope=rope,
+            last_seen=self._last_seen(work) if reads else b"",
             encodes=encodes,
             reads=tuple(sorted(reads)),
         )
+
+    def _last_seen(self, work: StepWork) -> bytes:
+        if self._largest is None:
+            return b""
+        parts: list[NDArray[np.int32]] = []
+        for chunk, running in work.owned_chunks:
+            pictured = running.request.extra(Pictured) or Pictured(())
+            parts.append(pictured.last_seen(chunk.start, chunk.end))
+        return np.concatenate(parts).tobytes()
 
     def _rope(self, work: StepWork) -> bytes:
         pictured = [running.request.extra(Pictured) for running in work.chunk_owners]
@@ -349,6 +397,12 @@ class Images(Part):
                     entry = self._entries.get(of)
                     assert entry is not None and entry.is_ready, "it runs without its rows"
                     assert each.request in entry.users, "its rows may be given up"
+
+
+def _runs(marks: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Where runs of marked places begin and end."""
+    changes = np.flatnonzero(np.diff(marks, prepend=False, append=False)).tolist()
+    return zip(changes[::2], changes[1::2], strict=True)
 
 
 def _images(request: Request) -> Iterator[tuple[_Of, Span]]:

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.attention_cases import (
     Shape,
     assert_close,
+    check_blocks,
     check_decode,
     check_decode_qkv,
     check_prefill,
@@ -110,6 +111,13 @@ def test_prefill_matches_the_reference(shape: Shape, backend: TritonAttention) -
     check_prefill(backend, shape, [(0, 1), (0, 37), (15, 3), (16, 17), (130, 20)])
     check_prefill(backend, shape, [(150, 4)], seed=1)
     check_prefill(TritonAttention(), shape, [(100, 33)], seed=2)
+
+
+@pytest.mark.parametrize("shape", WINDOWS[1::3] + OTHERS + WIDTHS[1:3], ids=str)
+def test_rows_that_see_later_ones_match_the_reference(shape: Shape) -> None:
+    """Within their chunk: less than a tile of queries or keys, and several."""
+    check_blocks(SPLIT, shape, [(0, 37), (15, 3), (16, 90)])
+    check_blocks(TritonAttention(), shape, [(130, 20), (0, 1)], seed=1)
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
