@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +62,7 @@ from minisgl.runner.setup import Setup
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 BUCKET_BYTES = 1 << 30
-_MEMORY = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
+_MEMORY = "/dev/shm"  # files here are in memory, of which containers may give little
 
 
 def load_ranks(setup: Setup, report: Report = no_report) -> SeveralRanks:
@@ -192,7 +193,9 @@ class RankWeights:
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for bucket in _buckets(tensors):
-            with tempfile.NamedTemporaryFile(dir=_MEMORY, suffix=".safetensors") as file:
+            num_bytes = sum(each.nbytes for each in bucket.values())
+            folder = _MEMORY if _free_bytes(_MEMORY) > 2 * num_bytes else None
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
                 save_file(bucket, file.name)
                 self.take_files([file.name])
 
@@ -225,6 +228,11 @@ class RankWeights:
             if answer.obstacle:
                 raise CheckpointError(f"Rank {answer.rank}: {answer.obstacle}")
         return [msgspec.msgpack.decode(answer.result) for answer in found]
+
+
+def _free_bytes(folder: str) -> int:
+    """Of a folder that can be written, else 0."""
+    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
 
 
 def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
