@@ -189,7 +189,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
 async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
     kind: str, ranks: str, is_killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    _, folder, model = reference_of(kind, drafts=False)
+    _, folder, model = reference_of(kind)
     folder = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "small")
     byte_level_backend().save(str(folder / "tokenizer.json"))
     every = random.Random(0)
