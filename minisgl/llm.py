@@ -31,6 +31,7 @@ from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_b
 from minisgl.images.prompt import Prompt as ChatPrompt
 from minisgl.parameters import check_names
 from minisgl.parts.scores.host import scores_of
+from minisgl.parts.weights.host import versions_of
 from minisgl.printable import counted
 from minisgl.progress import LoadProgress
 from minisgl.request import (
@@ -656,6 +657,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         parsed=_parse(text, request.params.structured),
         reasoning=_reasoning_of(events),
         tool_calls=_calls_of(events),
+        weight_versions=versions_of(request),
     )
 
 

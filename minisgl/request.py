@@ -512,6 +512,9 @@ class RequestOutput:
     # Of a conversation, whose text has neither; None and empty for a model without their formats.
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    # The versions of the weights that have sampled the tokens, each with its first token, once
+    # weights were replaced.
+    weight_versions: Sequence[tuple[int, str]] = ()
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= MAX_SHOWN else self.text[:MAX_SHOWN] + "…"

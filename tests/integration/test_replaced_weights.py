@@ -217,19 +217,20 @@ def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
     norm = own[NORM].flip(0)
     with LLM(device="cpu", num_pages=100) as llm:
 
-        def answer() -> list[int]:
-            return llm.generate("The capital of France is", GREEDY, progress=False)[0].token_ids
+        def answer(*versions: tuple[int, str]) -> list[int]:
+            [output] = llm.generate("The capital of France is", GREEDY, progress=False)
+            assert tuple(output.weight_versions) == versions
+            return output.token_ids
 
         before = answer()
         trained = ((name, norm if name == NORM else tensor) for name, tensor in own.items())
         assert llm.update_weights(trained, version="step 1") == "step 1"
-        changed = answer()
-        assert changed != before
-        llm.update_weights({NORM: own[NORM]}, partial=True)
-        assert answer() == before
+        assert answer((0, "step 1")) != before
+        llm.update_weights({NORM: own[NORM]}, version="step 2", partial=True)
+        assert answer((0, "step 2")) == before
         with pytest.raises(CheckpointError, match="lacks weights"):
             llm.update_weights({NORM: norm})
-        assert answer() == before
+        assert answer((0, "step 2")) == before
 
 
 def infos_of(tensors: dict[str, Tensor]) -> list[TensorInfo]:
