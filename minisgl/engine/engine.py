@@ -19,6 +19,7 @@ from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.intake import Intake
 from minisgl.engine.loop import StepLoop
+from minisgl.engine.shared_pages import SharedPages
 from minisgl.engine.startup import Loaded, load, scheduler_of
 from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
@@ -35,7 +36,6 @@ from minisgl.request import (
     SamplingParams,
     StructuredOutput,
     Tenant,
-    cache_namespace,
 )
 from minisgl.runner.load import Report
 from minisgl.text.parsing.answer import AnswerParser
@@ -65,6 +65,7 @@ class AsyncEngine:
         self._intake = Intake(loaded, self._scheduler.parts, self._meter)
         self._delivery = Delivery(self.tokenizer, self._scheduler, self._meter)
         self._steps = StepLoop(loaded, self._scheduler, self._delivery, self._meter)
+        self.pages = SharedPages(self._steps.moves, self.submit, self._open_intake)
         self.vectors = Vectors(loaded, self.encode, self.submit)
         self.adapters = LoadedAdapters(
             loaded, self._scheduler, self._delivery, self._open_intake, self._steps.wake
@@ -206,67 +207,6 @@ class AsyncEngine:
         stream = self._delivery.submit(request, parser, self._abort)
         self._steps.wake()
         return stream
-
-    async def share_pages(self, address: str, *, always_load: bool) -> str:
-        """Exchange KV pages with other engines, which find this one at `address`.
-
-        Called once, or again after a ConfigError.
-
-        address: the path of a Unix socket, with a slash, or HOST:PORT; port 0 is any free one.
-        Beyond this machine the engines need the same cluster token. always_load: load what they
-        send even where this engine computes it faster.
-
-        Returns the address, with the port. Raises ConfigError, also for an engine without a host
-        cache or on several nodes; CheckpointError; EngineStoppedError.
-        """
-        return await self._steps.moves.share(
-            address, always_load=always_load, check_open=self._open_intake
-        )
-
-    async def offer_pages(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        tenant: Tenant = EVERYONE,
-        extras: Sequence[Extra] = (),
-    ) -> bool:
-        """Compute a prompt, and offer its pages to the other engines; False if there are none.
-
-        Raises as `submit` does, and the errors of the request.
-        """
-        params = SamplingParams(max_tokens=1)
-        stream = self.submit(
-            prompt_token_ids,
-            params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            extras=extras,
-        )
-        try:
-            await stream.wait_finished()
-        finally:
-            stream.abort()
-        return await self._steps.moves.exchange.offer(prompt_token_ids, stream.request.namespace)
-
-    async def fetch_pages(
-        self,
-        address: str,
-        prompt_token_ids: Sequence[int],
-        *,
-        cache_salt: str | None = None,
-        tenant: Tenant = EVERYONE,
-        extras: Sequence[Extra] = (),
-    ) -> bool:
-        """Have the engine at `address` send the pages of a prompt that this one lacks.
-
-        Returns whether the cache has any page of the prompt afterwards. Raises InvalidRequestError
-        for the salt.
-        """
-        namespace = cache_namespace(tenant, cache_salt, extras)
-        return await self._steps.moves.exchange.fetch(address, prompt_token_ids, namespace)
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError if the model cannot serve `params`."""

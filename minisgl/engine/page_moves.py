@@ -125,7 +125,7 @@ class PageMoves:
     async def share(
         self, address: str, *, always_load: bool, check_open: Callable[[], object]
     ) -> str:
-        """Let other engines find this one; see `AsyncEngine.share_pages`. Raises what `check_open`
+        """Let other engines find this one; see SharedPages. Raises what `check_open`
         raises, where the engine stops meanwhile."""
         config = self._config
         _check(config)
@@ -153,7 +153,7 @@ class PageMoves:
     @property
     def exchange(self) -> PrefixExchange:
         """Not before `share`."""
-        assert self._exchange is not None, "share_pages comes first"
+        assert self._exchange is not None, "it comes first"
         return self._exchange
 
     # -- the end, and figures ----------------------------------------------------------------------

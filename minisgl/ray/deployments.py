@@ -187,7 +187,7 @@ class EngineDeployment(EngineReplica):
             address = _pages_address(engine)
             started = await start_sharing(with_pages_shared(engine, num_engines))
             try:
-                address = await started.share_pages(address, always_load=role == DECODE)
+                address = await started.pages.share(address, always_load=role == DECODE)
             except BaseException:
                 await started.close()
                 raise

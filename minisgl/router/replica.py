@@ -51,7 +51,7 @@ class ReplicaProcess(ServerProcess):
         spec = self._spec
         if spec.pages_path:
             path = spec.pages_path
-            await engine.share_pages(path, always_load=spec.role == DECODE)
+            await engine.pages.share(path, always_load=spec.role == DECODE)
             self._state.around = Handover(engine, path).around
         await super()._begin(engine, welcome)
 

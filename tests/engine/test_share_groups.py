@@ -40,8 +40,8 @@ async def two_engines(
     """A case, the engines with these options, and the address of the first."""
     case = case_of(kind)
     async with started(case, kind, **prefill) as first, started(case, kind, **decode) as second:
-        address = await first.share_pages(str(folder / "a"), always_load=False)
-        await second.share_pages(str(folder / "b"), always_load=True)
+        address = await first.pages.share(str(folder / "a"), always_load=False)
+        await second.pages.share(str(folder / "b"), always_load=True)
         yield case, first, second, address
 
 
@@ -71,8 +71,8 @@ async def test_what_is_beside_pages_comes_with_those_that_are_missing(
             prompt = case.prompts[place]
             if num_known:
                 await complete(decode, prompt[:num_known], greedy(2))
-            assert await prefill.offer_pages(prompt)
-            assert await decode.fetch_pages(address, prompt)
+            assert await prefill.pages.offer(prompt)
+            assert await decode.pages.fetch(address, prompt)
             num_pages = (len(prompt) - 1) // PAGE
             assert await ask(decode, case, place) == num_pages * PAGE
             received.append(transfers(decode).received.num_bytes)
@@ -99,13 +99,13 @@ async def test_a_prompt_whose_end_has_no_snapshot_is_computed_by_whoever_answers
 ) -> None:
     async with two_engines(STATES, tmp_path, {}, {}) as (case, prefill, decode, address):
         # At an earlier end there is one.
-        assert await prefill.offer_pages(case.prompts[2][:33])
+        assert await prefill.pages.offer(case.prompts[2][:33])
         monkeypatch.setattr(prefill._scheduler.kv, "take_snapshots", lambda *step: ())
-        assert await prefill.offer_pages(case.prompts[2])
-        assert await decode.fetch_pages(address, case.prompts[2])
+        assert await prefill.pages.offer(case.prompts[2])
+        assert await decode.pages.fetch(address, case.prompts[2])
         assert await ask(decode, case, 2) == 32
-        assert not await prefill.offer_pages(case.prompts[0])
-        assert not await decode.fetch_pages(address, case.prompts[0])
+        assert not await prefill.pages.offer(case.prompts[0])
+        assert not await decode.pages.fetch(address, case.prompts[0])
         assert await ask(decode, case, 0) == 0
         assert transfers(decode).num_failed == 1
 
@@ -159,12 +159,12 @@ async def test_a_prefix_whose_parts_have_not_all_come_is_computed(
     async with two_engines(kind, tmp_path, {}, {}) as (case, prefill, decode, address):
         with monkeypatch.context() as patch:
             harm(prefill, patch)
-            assert await prefill.offer_pages(case.prompts[0])
-            assert not await decode.fetch_pages(address, case.prompts[0])
+            assert await prefill.pages.offer(case.prompts[0])
+            assert not await decode.pages.fetch(address, case.prompts[0])
         assert re.search(reason, caplog.text)
         assert await ask(decode, case, 0) == 0
-        assert await prefill.offer_pages(case.prompts[2])
-        assert await decode.fetch_pages(address, case.prompts[2])
+        assert await prefill.pages.offer(case.prompts[2])
+        assert await decode.pages.fetch(address, case.prompts[2])
         assert await ask(decode, case, 2) == 48
         assert transfers(decode).num_failed == 1
 
@@ -178,8 +178,8 @@ async def test_engines_that_keep_something_else_beside_pages_exchange_none(
     kind: str, others: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with two_engines(kind, tmp_path, others, {}) as (case, prefill, decode, address):
-        assert await prefill.offer_pages(case.prompts[0])
-        assert not await decode.fetch_pages(address, case.prompts[0])
+        assert await prefill.pages.offer(case.prompts[0])
+        assert not await decode.pages.fetch(address, case.prompts[0])
         assert "another model, --tp, KV dtype, page size, --whole-pages or --spec" in caplog.text
         assert await ask(decode, case, 0) == 0
 
@@ -187,7 +187,7 @@ async def test_engines_that_keep_something_else_beside_pages_exchange_none(
 async def test_whole_pages_go_from_device_to_device(tmp_path: Path) -> None:
     whole = {"whole_pages": True}
     async with two_engines(WINDOWED, tmp_path, whole, whole) as (case, prefill, decode, address):
-        assert await prefill.offer_pages(case.prompts[0])
-        assert await decode.fetch_pages(address, case.prompts[0])
+        assert await prefill.pages.offer(case.prompts[0])
+        assert await decode.pages.fetch(address, case.prompts[0])
         assert await ask(decode, case, 0) == 28
         assert transfers(decode).received.num_direct == 1

@@ -47,16 +47,16 @@ async def test_engines_exchange_pages_over_tcp_with_those_that_know_the_token(
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     async with await engine() as prefill, await engine() as decode, await engine() as stranger:
         assert not hashed, "a start without disk and roles reads no samples"
-        address = await prefill.share_pages("127.0.0.1:0", always_load=False)
+        address = await prefill.pages.share("127.0.0.1:0", always_load=False)
         assert int(address.removeprefix("127.0.0.1:")) > 0
         with pytest.raises(ConfigError, match=r"address .*: KV pages cannot be exchanged here"):
-            await decode.share_pages(address, always_load=False)  # it is taken
-        await decode.share_pages("127.0.0.1:0", always_load=True)
+            await decode.pages.share(address, always_load=False)  # it is taken
+        await decode.pages.share("127.0.0.1:0", always_load=True)
         monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", f"not {TOKEN}")
-        await stranger.share_pages("127.0.0.1:0", always_load=True)
+        await stranger.pages.share("127.0.0.1:0", always_load=True)
         assert len(hashed) == 4
 
-        assert not await stranger.fetch_pages(address, PROMPT)
+        assert not await stranger.pages.fetch(address, PROMPT)
         assert "does not accept the cluster token" in caplog.text
         await check_handover(prefill, decode, address, is_direct=False)
 
@@ -69,12 +69,12 @@ async def test_pages_are_exchanged_for_the_adapter_that_they_were_computed_with(
     # Each calls it by a name of its own.
     one, other = [await engine(lora=(f"{name}={tmp_path}",)) for name in ("one", "other")]
     async with one as prefill, other as decode:
-        address = await prefill.share_pages("127.0.0.1:0", always_load=False)
-        await decode.share_pages("127.0.0.1:0", always_load=True)
-        assert await prefill.offer_pages(PROMPT, extras=[prefill.adapter("one")])
+        address = await prefill.pages.share("127.0.0.1:0", always_load=False)
+        await decode.pages.share("127.0.0.1:0", always_load=True)
+        assert await prefill.pages.offer(PROMPT, extras=[prefill.adapter("one")])
         adapter = decode.adapter("other")
-        assert not await decode.fetch_pages(address, PROMPT)
-        assert await decode.fetch_pages(address, PROMPT, extras=[adapter])
+        assert not await decode.pages.fetch(address, PROMPT)
+        assert await decode.pages.fetch(address, PROMPT, extras=[adapter])
         found = []
         for extras in ([], [adapter]):
             stream = decode.submit(PROMPT, greedy(1), extras=extras)
@@ -88,15 +88,15 @@ async def test_pages_go_from_device_to_device_where_both_engines_can(
     tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch, lacks: str | None
 ) -> None:
     async with await engine() as prefill, await engine() as decode:
-        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
-        await decode.share_pages(str(tmp_path / "b"), always_load=False)
+        address = await prefill.pages.share(str(tmp_path / "a"), always_load=False)
+        await decode.pages.share(str(tmp_path / "b"), always_load=False)
         if lacks is not None:
             ranks = prefill._runner if lacks == "sender" else decode._runner
             monkeypatch.setattr(ranks._tiers._exchange, "_device_carriers", [])
             with monkeypatch.context() as impatient:  # and what follows is not given up
                 impatient.setattr(page_exchange, "SILENCE_S", 0.2)
-                assert await prefill.offer_pages(PROMPT)
-                assert not await decode.fetch_pages(address, PROMPT), "the first one is lost"
+                assert await prefill.pages.offer(PROMPT)
+                assert not await decode.pages.fetch(address, PROMPT), "the first one is lost"
         await check_handover(prefill, decode, address, is_direct=lacks is None)
 
 
@@ -112,8 +112,8 @@ async def test_latents_go_from_engine_to_engine(
     ]
     async with AsyncEngine(loaded[0]) as prefill, AsyncEngine(loaded[1]) as decode:
         own = [str(tmp_path / name) if is_direct else "127.0.0.1:0" for name in "ab"]
-        address = await prefill.share_pages(own[0], always_load=False)
-        await decode.share_pages(own[1], always_load=True)
+        address = await prefill.pages.share(own[0], always_load=False)
+        await decode.pages.share(own[1], always_load=True)
         await check_handover(prefill, decode, address, is_direct=is_direct)
 
 
@@ -121,10 +121,10 @@ async def test_engines_of_another_form_are_told_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hashed: list[Path]
 ) -> None:
     async with await engine() as prefill, await engine(kv_cache_dtype="fp8") as decode:
-        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
-        await decode.share_pages(str(tmp_path / "b"), always_load=False)
-        assert await prefill.offer_pages(PROMPT)
-        assert not await decode.fetch_pages(address, PROMPT)
+        address = await prefill.pages.share(str(tmp_path / "a"), always_load=False)
+        await decode.pages.share(str(tmp_path / "b"), always_load=False)
+        assert await prefill.pages.offer(PROMPT)
+        assert not await decode.pages.fetch(address, PROMPT)
         assert "another model, --tp, KV dtype, page size" in caplog.text
     assert not os.listdir(tmp_path)
 
@@ -137,19 +137,19 @@ async def test_pages_are_not_shared_without_a_host_cache_or_a_secret(
         with pytest.raises(
             ConfigError, match="--host-cache 0: sharing pages between engines needs a host cache"
         ):
-            await plain.share_pages("127.0.0.1:0", always_load=False)
+            await plain.pages.share("127.0.0.1:0", always_load=False)
     divided = load_engine(
         case_of("llama3").folder, tp=2, dp_attention=True, num_pages=60, host_cache=0.01
     )
     async with AsyncEngine(divided) as by_request:
         with pytest.raises(ConfigError, match="--dp-attention: each rank has pages of its"):
-            await by_request.share_pages("127.0.0.1:0", always_load=False)
+            await by_request.pages.share("127.0.0.1:0", always_load=False)
     shared = await engine()
     async with shared:
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0: .* need a shared secret"):
-            await shared.share_pages("192.0.2.1:0", always_load=False)
+            await shared.pages.share("192.0.2.1:0", always_load=False)
     with pytest.raises(EngineStoppedError):
-        await shared.share_pages("127.0.0.1:0", always_load=False)
+        await shared.pages.share("127.0.0.1:0", always_load=False)
 
 
 async def test_requests_that_wait_for_pages_end_with_an_engine_that_fails(
@@ -158,10 +158,10 @@ async def test_requests_that_wait_for_pages_end_with_an_engine_that_fails(
     async with await engine() as prefill, await engine() as decode:
         begun = asyncio.Event()
         decode._runner.move = lambda moves, done: begun.set()
-        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
-        await decode.share_pages(str(tmp_path / "b"), always_load=False)
-        assert await prefill.offer_pages(PROMPT)
-        fetching = asyncio.ensure_future(decode.fetch_pages(address, PROMPT))
+        address = await prefill.pages.share(str(tmp_path / "a"), always_load=False)
+        await decode.pages.share(str(tmp_path / "b"), always_load=False)
+        assert await prefill.pages.offer(PROMPT)
+        fetching = asyncio.ensure_future(decode.pages.fetch(address, PROMPT))
         await begun.wait()
         decode._steps.failures.die(EngineStoppedError("A rank was killed."))
         assert not await fetching
@@ -182,9 +182,9 @@ async def test_an_offer_is_none_before_the_step_that_copies_it_has_ended(
             return result
 
         monkeypatch.setattr(runner, "collect", collect_or_fail)
-        await engine.share_pages(str(tmp_path / "pages"), always_load=False)
+        await engine.pages.share(str(tmp_path / "pages"), always_load=False)
         runner.close_gate()
-        offering = asyncio.ensure_future(engine.offer_pages(PROMPT[:20]))
+        offering = asyncio.ensure_future(engine.pages.offer(PROMPT[:20]))
         await until(lambda: len(runner.launched) == 1)
         runner.step()
         await until(lambda: len(runner.launched) == 2)  # and copies

@@ -20,6 +20,6 @@ async def test_a_prompt_of_one_engine_is_continued_by_another(
         await sharing_engine(**settings) as prefill,
         await sharing_engine(**settings) as decode,
     ):
-        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
-        await decode.share_pages(str(tmp_path / "b"), always_load=True)
+        address = await prefill.pages.share(str(tmp_path / "a"), always_load=False)
+        await decode.pages.share(str(tmp_path / "b"), always_load=True)
         await check_handover(prefill, decode, address, is_direct=True)

@@ -129,10 +129,10 @@ def test_another_engine_goes_on_behind_images(architecture: str, tmp_path: Path)
             started(architecture, **options) as prefill,
             started(architecture, **options) as decode,
         ):
-            address = await prefill.share_pages(str(tmp_path / "prefill"), always_load=True)
-            await decode.share_pages(str(tmp_path / "decode"), always_load=True)
-            assert await prefill.offer_pages(asked.prompt, extras=extras)
-            assert await decode.fetch_pages(address, asked.prompt, extras=extras)
+            address = await prefill.pages.share(str(tmp_path / "prefill"), always_load=True)
+            await decode.pages.share(str(tmp_path / "decode"), always_load=True)
+            assert await prefill.pages.offer(asked.prompt, extras=extras)
+            assert await decode.pages.fetch(address, asked.prompt, extras=extras)
             found = await submitted(decode, asked)
             assert is_right(asked, found)
             assert found.num_cached_tokens == (len(asked.prompt) - 1) // PAGE_SIZE * PAGE_SIZE

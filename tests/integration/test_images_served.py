@@ -329,7 +329,7 @@ def test_one_server_computes_a_prompt_with_images_and_another_answers(
     length, tokens = llava.answer("What is this?", RED)
     with served(start) as prefill, served(start) as decode:
         for server, name in ((prefill, "prefill"), (decode, "decode")):
-            sharing = server.engine.share_pages(str(tmp_path / name), always_load=True)
+            sharing = server.engine.pages.share(str(tmp_path / name), always_load=True)
             address = asyncio.run_coroutine_threadsafe(sharing, server.loop).result()
             server.state.around = Handover(server.engine, address).around
         with prefill.http() as http:

@@ -154,10 +154,10 @@ async def hand_over(case: Case, options: dict[str, Any], outcome: Outcome, folde
         started(case, options, outcome) as prefill,
         started(case, options, outcome) as decode,
     ):
-        address = await prefill.share_pages(str(folder / "a"), always_load=False)
-        await decode.share_pages(str(folder / "b"), always_load=True)
+        address = await prefill.pages.share(str(folder / "a"), always_load=False)
+        await decode.pages.share(str(folder / "b"), always_load=True)
         for prompt in case.prompts:
-            assert await prefill.offer_pages(prompt) and await decode.fetch_pages(address, prompt)
+            assert await prefill.pages.offer(prompt) and await decode.pages.fetch(address, prompt)
         await ask(decode, case)
         assert decode.stats().counters.num_cached_tokens >= sum(LENGTHS) - 4 * len(LENGTHS)
 

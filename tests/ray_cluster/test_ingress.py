@@ -252,13 +252,17 @@ class SharingEngine(FakeEngine):
         super().__init__()
         self.fetched: list[str] = []
 
-    async def share_pages(self, address: str, *, always_load: bool) -> str:
+    @property
+    def pages(self) -> SharingEngine:
+        return self
+
+    async def share(self, address: str, *, always_load: bool) -> str:
         return address
 
-    async def offer_pages(self, prompt_token_ids: Sequence[int], **_: object) -> bool:
+    async def offer(self, prompt_token_ids: Sequence[int], **_: object) -> bool:
         return True
 
-    async def fetch_pages(self, address: str, prompt_token_ids: Sequence[int], **_: object) -> bool:
+    async def fetch(self, address: str, prompt_token_ids: Sequence[int], **_: object) -> bool:
         self.fetched.append(address)
         return True
 

@@ -242,7 +242,7 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     runner = ScriptedRunner(page_size=4)
     options: Any = {"host_cache": 0.1, "speculative": "ngram"}
     async with engine_on(runner, **options) as engine, http_client(engine) as client:
-        await engine.share_pages(str(tmp_path / "pages"), always_load=False)
+        await engine.pages.share(str(tmp_path / "pages"), always_load=False)
         kv = engine._scheduler.kv
         kv.snapshots = Snapshots(3, kv._cache)  # as of a model with states
         await client.get("/version")

@@ -139,11 +139,15 @@ class HandingOver(FakeEngine):
 
     handed_over: list[tuple[str, list[str]]]
 
-    async def offer_pages(self, *_: object, extras: Any, **__: object) -> bool:
+    @property
+    def pages(self) -> HandingOver:
+        return self
+
+    async def offer(self, *_: object, extras: Any, **__: object) -> bool:
         self.handed_over.append(("offered", names_of(extras)))
         return True
 
-    async def fetch_pages(self, *_: object, extras: Any, **__: object) -> bool:
+    async def fetch(self, *_: object, extras: Any, **__: object) -> bool:
         self.handed_over.append(("fetched", names_of(extras)))
         return True
 

@@ -23,8 +23,8 @@ async def check_handover(
     prefill: AsyncEngine, decode: AsyncEngine, address: str, *, is_direct: bool
 ) -> None:
     """Both share pages, `prefill` at `address`; these go through host memory, or past it."""
-    assert await prefill.offer_pages(PROMPT)
-    assert await decode.fetch_pages(address, PROMPT)
+    assert await prefill.pages.offer(PROMPT)
+    assert await decode.pages.fetch(address, PROMPT)
     whole = await complete(prefill, PROMPT, greedy(8))
     output = await complete(decode, PROMPT, greedy(8))
     assert output.token_ids == whole.token_ids

@@ -125,13 +125,13 @@ def check_handover(case: StateCase, folder: Path, **options: Any) -> None:
             AsyncEngine(load_engine(case.folder, **given)) as prefill,
             AsyncEngine(load_engine(case.folder, **given)) as decode,
         ):
-            address = await prefill.share_pages(str(folder / "a"), always_load=False)
-            await decode.share_pages(str(folder / "b"), always_load=True)
+            address = await prefill.pages.share(str(folder / "a"), always_load=False)
+            await decode.pages.share(str(folder / "b"), always_load=True)
             for prompt, wanted in zip(case.prompts, case.runs, strict=True):
                 num_found = (len(prompt) - 1) // 4 * 4
-                assert await prefill.offer_pages(prompt) == bool(num_found)
+                assert await prefill.pages.offer(prompt) == bool(num_found)
                 if num_found:
-                    assert await decode.fetch_pages(address, prompt)
+                    assert await decode.pages.fetch(address, prompt)
                 (output,) = await batch(decode, [prompt], [greedy(NUM_TOKENS)])
                 assert output.token_ids == wanted.token_ids, "a token differs"
                 assert output.num_cached_tokens == num_found

@@ -75,7 +75,7 @@ class Handover:
         """Answer as the engine that computes prompts, and offer all of them at once."""
         id = f"{request_id(scope)}-prefill"
         offers = (
-            self._engine.offer_pages(
+            self._engine.pages.offer(
                 job.submitted,
                 request_id=f"{id}-{index}",
                 cache_salt=job.cache_salt,
@@ -100,7 +100,7 @@ class Handover:
     ) -> None:
         """Answer as the engine that generates tokens, after it has fetched their prompts."""
         fetches = (
-            self._engine.fetch_pages(
+            self._engine.pages.fetch(
                 address,
                 job.submitted,
                 cache_salt=job.cache_salt,
