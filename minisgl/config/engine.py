@@ -95,9 +95,8 @@ class EngineConfig:
     )
     parallel: str = parallel_option(
         "given",
-        "given: --tp, --ep and --dp-attention say how the GPUs share the model. auto: all GPUs of "
-        "this machine, or as many as --tp says, in the way that the arithmetic in the log prefers. "
-        "heads: the same without --dp-attention.",
+        "given: --tp, --ep and --dp-attention say how GPUs share the model. auto: as the arithmetic "
+        "in the log prefers, on all GPUs or as many as --tp says; heads: without --dp-attention.",
         choices=("given", "auto", "heads"),
     )
     nnodes: int = parallel_option(1, "Number of machines that share the ranks evenly.")
