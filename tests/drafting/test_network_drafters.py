@@ -350,7 +350,7 @@ def test_a_match_to_the_deepest_page_shows(monkeypatch: pytest.MonkeyPatch) -> N
     useful = RadixCache._num_useful
 
     def deepest(self: RadixCache, *args: Any) -> int:
-        self._num_spared = 0
+        self.num_spared = 0
         return useful(self, *args)
 
     monkeypatch.setattr(RadixCache, "_num_useful", deepest)
