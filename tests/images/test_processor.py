@@ -194,7 +194,7 @@ def test_the_digest_depends_on_bytes_processor_and_size(
 def test_whatever_a_processor_raises_is_about_its_image(
     here: ProcessorHere, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(CheckpointProcessor, "process", failing)
