@@ -723,6 +723,7 @@ def test_all_conversations_have_menus_and_travel_together(
     titles = page.locator("#chats a")
     for count in (1, 2):
         page.keyboard.press("Control+k")
+        expect(page.locator(".answer")).to_have_count(0)  # the conversation before has left
         ask(page, f"Question {count}")
         answered(page)
     page.get_by_title("Menu of Question 1").click()  # not the one that is shown
