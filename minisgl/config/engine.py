@@ -95,8 +95,9 @@ class EngineConfig:
     )
     parallel: str = parallel_option(
         "given",
-        "given: --tp, --ep and --dp-attention say how GPUs share the model. auto: as the arithmetic "
-        "in the log prefers, on all GPUs or as many as --tp says; heads: without --dp-attention.",
+        "given: --tp, --ep and --dp-attention say how GPUs share the model. auto: as the "
+        "arithmetic in the log prefers, on all GPUs or as many as --tp says; heads: without "
+        "--dp-attention.",
         choices=("given", "auto", "heads"),
     )
     nnodes: int = parallel_option(1, "Number of machines that share the ranks evenly.")
