@@ -22,6 +22,7 @@ The option --record writes which tests have run.
 
 import gc
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -106,3 +107,15 @@ def port() -> Iterator[int]:
     """A port for a server of the test."""
     with free_port() as reserved:
         yield reserved
+
+
+_LOGGERS = (logging.getLogger(), logging.getLogger("minisgl"))
+_LEVELS = [logger.level for logger in _LOGGERS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def levels_of_logs() -> Iterator[None]:
+    """Leave no level to the next file of tests, which may count what is logged."""
+    yield
+    for logger, level in zip(_LOGGERS, _LEVELS, strict=True):
+        logger.setLevel(level)
