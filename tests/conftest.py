@@ -103,19 +103,17 @@ def started_workers() -> Iterator[None]:
 
 
 @pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """A command sets up the logging of its process, which other tests count on."""
+    logger = logging.getLogger("minisgl")
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+@pytest.fixture
 def port() -> Iterator[int]:
     """A port for a server of the test."""
     with free_port() as reserved:
         yield reserved
-
-
-_LOGGERS = (logging.getLogger(), logging.getLogger("minisgl"))
-_LEVELS = [logger.level for logger in _LOGGERS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def levels_of_logs() -> Iterator[None]:
-    """Leave no level to the next file of tests, which may count what is logged."""
-    yield
-    for logger, level in zip(_LOGGERS, _LEVELS, strict=True):
-        logger.setLevel(level)

@@ -390,6 +390,7 @@ def test_help_begins_with_examples_and_everyday_options(
     assert where == sorted(where)
 
 
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize(("level", "shown"), [(None, False), ("DEBUG", True), ("error", False)])
 def test_the_log_follows_the_log_level(
     monkeypatch: pytest.MonkeyPatch,
@@ -401,14 +402,8 @@ def test_the_log_follows_the_log_level(
         monkeypatch.delenv("LOG_LEVEL", raising=False)
     else:
         monkeypatch.setenv("LOG_LEVEL", level)
-    logger = logging.getLogger("minisgl")
-    before = logger.handlers, logger.level, logger.propagate
-    try:
-        set_up_logging(default="WARNING")
-        logging.getLogger("minisgl.engine").info("a word")
-    finally:
-        logger.handlers, logger.propagate = before[0], before[2]
-        logger.setLevel(before[1])
+    set_up_logging(default="WARNING")
+    logging.getLogger("minisgl.engine").info("a word")
     assert ("INFO a word" in capsys.readouterr().err) is shown
 
 
@@ -426,6 +421,7 @@ def test_serve_says_that_it_starts_before_it_loads_libraries() -> None:
     assert result.stderr.endswith("INFO minisgl is loading its libraries\n")
 
 
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize(("images", "image_rows"), [("refuse", 0), ("placeholder", 8192)])
 def test_a_server_that_refuses_images_loads_no_tower(
     images: str, image_rows: int, monkeypatch: pytest.MonkeyPatch

@@ -6,9 +6,8 @@ that rounding changes as much, and mistakes as little, as in models that people 
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -306,17 +305,7 @@ RIGHT = PathResult(
 FACTS = Findings(facts=["model: a"], dtype="bfloat16", paths=[RIGHT], format="tool calls none")
 
 
-@pytest.fixture
-def _logging_as_before() -> Iterator[None]:
-    """A command sets up the logging of its process."""
-    logger = logging.getLogger("minisgl")
-    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.propagate = handlers, propagate
-    logger.setLevel(level)
-
-
-@pytest.mark.usefixtures("_logging_as_before")
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize(
     ("found", "exit_code", "verdict"),
     [
