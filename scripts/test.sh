@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs every check. Arguments go on to pytest: scripts/test.sh -k radix
-# Without any, three processes share the tests, a file at a time: on two cores, since a test often
-# waits for a program that starts, a browser or a clock. The tests of the pages use a browser if there
-# is one; scripts/tools/browser.sh installs it.
+# Without any, two processes share the tests, a file at a time. The tests of the pages use a browser
+# if there is one; scripts/tools/browser.sh installs it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/venv.sh"
@@ -14,5 +13,5 @@ cd "$root"
 "$python" -m mypy
 # Tests start hundreds of programs, each of which would otherwise compile every module anew.
 unset PYTHONDONTWRITEBYTECODE
-[ $# -gt 0 ] || set -- -n 3 --dist loadfile -rs --record .ran/plain tests
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs --record .ran/plain tests
 "$python" -m pytest "$@"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minisgl.engine.changes import Changes
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.startup import Loaded
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
@@ -51,7 +52,7 @@ class LoadedAdapters(dict[str, Adapted]):
         self._numbers = itertools.count()
         for name, facts in ({} if self._reader is None else self._reader.first).items():
             self._add(name, next(self._numbers), facts)
-        self._changing = asyncio.Lock()
+        self._changes = Changes()
 
     @property
     def loaded(self) -> str:
@@ -79,21 +80,12 @@ class LoadedAdapters(dict[str, Adapted]):
         if not (texts and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARS):
             allowed = f"a name of 1 to {MAX_NAME_CHARS} printable characters, and a folder"
             raise InvalidRequestError("lora", f"allowed: {allowed}; {self.loaded}")
-        await self._in_turn(self._load(self._part, name, folder, root))
+        await self._changes.make(self._load(self._part, name, folder, root))
 
     async def unload(self, name: str) -> None:
         """Refuse new requests for an adapter from now on. Its memory is free after the last that
         has it. Raises ModelNotFoundError and EngineStoppedError."""
-        await self._in_turn(self._unload(name))
-
-    async def _in_turn(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make one change after the other. Who has asked may leave meanwhile."""
-
-        async def changed() -> None:
-            async with self._changing:
-                await change
-
-        await asyncio.shield(asyncio.ensure_future(changed()))
+        await self._changes.make(self._unload(name))
 
     async def _load(self, part: Adapters, name: str, folder: str, root: str | None) -> None:
         self._check_open()

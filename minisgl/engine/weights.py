@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from minisgl.distributed.weight_group import BACKENDS, GroupAddress
+from minisgl.engine.changes import Changes
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_VERSION_CHARS = 256
-T = TypeVar("T")
 
 # What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
 # anew, or end with an error.
@@ -38,27 +38,28 @@ InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 
-class WeightsIncompleteError(MinisglError):
-    """An update of the weights has failed in its middle."""
+class WeightsError(MinisglError):
+    """A request is refused, or was ended, because of what is done with the weights."""
 
     http_status = 503
     type = "service_unavailable"
+
+
+class WeightsIncompleteError(WeightsError):
+    """An update of the weights has failed in its middle."""
+
     code = "weights_incomplete"
 
 
-class WeightsReplacedError(MinisglError):
-    """A request was ended because the weights that answered it are replaced."""
+class WeightsReplacedError(WeightsError):
+    """The weights that answered the request are replaced."""
 
-    http_status = 503
-    type = "service_unavailable"
     code = "weights_replaced"
 
 
-class PausedError(MinisglError):
-    """A request was ended by a pause."""
+class PausedError(WeightsError):
+    """The engine is paused."""
 
-    http_status = 503
-    type = "service_unavailable"
     code = "paused"
 
 
@@ -85,7 +86,7 @@ class Weights:
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
-        self._updating = asyncio.Lock()
+        self._changes = Changes()
         self._is_paused = False
 
     @property
@@ -114,7 +115,7 @@ class Weights:
             raise ConfigError("--nnodes", self._num_nodes, reason)
         given = dict(tensors)
         infos = [TensorInfo.of(name, InMemory(tensor)) for name, tensor in given.items()]
-        return await self._in_turn(
+        return await self._changes.make(
             self._update(
                 infos,
                 lambda taker: taker.take(given.items()),
@@ -133,18 +134,9 @@ class Weights:
     ) -> str:
         """The same from the safetensors files of a folder, which all machines have."""
         paths, infos = await asyncio.to_thread(_read, folder)
-        return await self._in_turn(
+        return await self._changes.make(
             self._update(infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight)
         )
-
-    async def _in_turn(self, change: Coroutine[Any, Any, T]) -> T:
-        """Make one change after the other. Who has asked may leave meanwhile."""
-
-        async def changed() -> T:
-            async with self._updating:
-                return await change
-
-        return await asyncio.shield(asyncio.ensure_future(changed()))
 
     async def _update(
         self,
@@ -183,11 +175,11 @@ class Weights:
         """Have all ranks join the group of a trainer. Raises CheckpointError if that cannot be."""
         if address.backend not in BACKENDS:
             raise InvalidRequestError("backend", f"allowed: {' and '.join(BACKENDS)}.")
-        await self._in_turn(asyncio.to_thread(self._open_taker().join, address))
+        await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
 
     async def leave_group(self, name: str) -> None:
         """Leave a group, if it is one."""
-        await self._in_turn(asyncio.to_thread(self._open_taker().leave, name))
+        await self._changes.make(asyncio.to_thread(self._open_taker().leave, name))
 
     async def update_from_group(
         self,
@@ -199,7 +191,7 @@ class Weights:
     ) -> str:
         """Replace the weights that the trainer of a group sends, in the order of `infos`; the
         others stay. Raises as `update` does."""
-        return await self._in_turn(
+        return await self._changes.make(
             self._update(
                 infos,
                 lambda taker: taker.take_group(group, infos),
@@ -212,8 +204,7 @@ class Weights:
     def reset_cache(self) -> None:
         """Let no request match what is cached now. Updates do this themselves."""
         self._check_alive()
-        requests = [stream.request for stream in self._delivery.streams.values()]
-        self._versions.change(self.version, secrets.token_bytes(16), requests)
+        self._take_version(self.version)
 
     # -- pauses ------------------------------------------------------------------------------------
 
@@ -230,14 +221,14 @@ class Weights:
             elif in_flight == "recompute":
                 self._scheduler.retract_all()
 
-        await self._in_turn(paused())
+        await self._changes.make(paused())
 
     async def resume(self) -> None:
         async def resumed() -> None:
             self._is_paused = False
             self._steps.resume()
 
-        await self._in_turn(resumed())
+        await self._changes.make(resumed())
 
     def _open_taker(self) -> WeightTaker:
         self._check_alive()
@@ -262,10 +253,14 @@ class Weights:
             self._end_requests(WeightsReplacedError("The weights of the model were replaced."))
         elif in_flight == "recompute":
             self._scheduler.retract_all()
-        requests = [stream.request for stream in self._delivery.streams.values()]
-        self._versions.change(version, secrets.token_bytes(16), requests)
+        self._take_version(version)
         if is_whole:
             self._refuse(None)
+
+    def _take_version(self, version: str) -> None:
+        """Let no request match KV from before."""
+        requests = [stream.request for stream in self._delivery.streams.values()]
+        self._versions.change(version, secrets.token_bytes(16), requests)
 
     def _end_requests(self, error: MinisglError) -> None:
         for stream in [*self._delivery.streams.values()]:

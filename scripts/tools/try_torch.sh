@@ -20,5 +20,5 @@ shift
 ensure_torch_venv "$name" "$requirement"
 
 cd "$root"
-[ $# -gt 0 ] || set -- -n 3 --dist loadfile -rs --record ".ran/$name" tests
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs --record ".ran/$name" tests
 exec "$extra_python" -m pytest "$@"
