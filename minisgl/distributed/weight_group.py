@@ -44,7 +44,7 @@ class WeightGroup:
             is_master=False,
             timeout=limit,
         )
-        self._name, self._device = address.group_name, device
+        self._device = device
         self._group: Any
         self._group, _ = distributed_c10d._new_process_group_helper(
             address.world_size,

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -170,9 +171,7 @@ class RankAdapters:
     def read(self, number: int, folder: str, root: str | None = None) -> AdapterFacts:
         found = self._own.read(number, folder, root)
         for answer in self._others.call("read_adapter", number, folder, root):
-            if answer.obstacle:
-                raise AdapterError(answer.obstacle)
-            if msgspec.msgpack.decode(answer.result, type=bytes) != found.digest:
+            if answer.value(bytes, AdapterError) != found.digest:
                 raise AdapterError(
                     f"Rank {answer.rank} has read another adapter: the files have changed "
                     "meanwhile, or differ from machine to machine; allowed: the same on all."
@@ -192,8 +191,7 @@ class RankWeights:
         self._call("begin_weights", infos, partial)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for bucket in _buckets(tensors):
-            num_bytes = sum(each.nbytes for each in bucket.values())
+        for bucket, num_bytes in _buckets(tensors):
             folder = _MEMORY if _free_bytes(_MEMORY) > 2 * num_bytes else None
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
                 save_file(bucket, file.name)
@@ -222,12 +220,12 @@ class RankWeights:
             own()
             others.result()
 
-    def _call(self, name: str, *arguments: object) -> list[Any]:
+    def _call(self, name: str, *arguments: object) -> list[object]:
+        def refusal(rank: int, obstacle: str) -> CheckpointError:
+            return CheckpointError(f"Rank {rank}: {obstacle}")
+
         found = self._others.call(name, *arguments)
-        for answer in found:
-            if answer.obstacle:
-                raise CheckpointError(f"Rank {answer.rank}: {answer.obstacle}")
-        return [msgspec.msgpack.decode(answer.result) for answer in found]
+        return [each.value(object, partial(refusal, each.rank)) for each in found]
 
 
 def _free_bytes(folder: str) -> int:
@@ -235,16 +233,18 @@ def _free_bytes(folder: str) -> int:
     return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
 
 
-def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors on the host, some BUCKET_BYTES at a time."""
+def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Copies of the tensors on the host, some BUCKET_BYTES at a time, and their bytes."""
     bucket: dict[str, Tensor] = {}
+    num_bytes = 0
     for name, tensor in tensors:
-        bucket[name] = tensor.detach().cpu().contiguous().clone()
-        if sum(each.nbytes for each in bucket.values()) >= BUCKET_BYTES:
-            yield bucket
-            bucket = {}
+        bucket[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        num_bytes += tensor.nbytes
+        if num_bytes >= BUCKET_BYTES:
+            yield bucket, num_bytes
+            bucket, num_bytes = {}, 0
     if bucket:
-        yield bucket
+        yield bucket, num_bytes
 
 
 class SeveralRanks:

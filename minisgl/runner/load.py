@@ -86,6 +86,7 @@ class Place:
     lanes: Lanes
     ranks: Communicator  # of its stage
     stage: Stage
+    number: int  # among all ranks of the engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,12 +118,13 @@ def load_runner(
     free_at_start = free_bytes(lanes.device)
     dtype, has_runs = getattr(torch, config.dtype), config.max_run > 1
     stage = Stage(pipeline, setup.model.hidden_size, dtype, lanes.device, has_runs=has_runs)
-    place = Place(lanes, ranks, stage)
+    number = RankLayout.of(config).rank(pipeline.stage, ranks.rank)
+    place = Place(lanes, ranks, stage, number)
     layers = setup.facts.stages(pipeline.size)[pipeline.stage]
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
-    rank = pipeline.stage * ranks.size + ranks.rank
-    refilling = Refilling(cast("CausalLM | AdoptedModel", weights.model), setup.model, lanes, rank)
+    model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
+    refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
     adapters = None
@@ -419,7 +421,7 @@ def _make_tiers(
         store=store,
         report=lambda fraction: report("pinning host memory", fraction),
         rank=place.ranks.rank % capacity.num_attending,
-        number=RankLayout.of(config).rank(place.stage.pipeline.stage, place.ranks.rank),
+        number=place.number,
     )
     place.lanes.synchronize()
     own = tiers.copies.measure(prefill_s * config.page_size)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from minisgl.errors import MinisglError
@@ -28,6 +29,7 @@ from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 HEARTBEAT_S = 1.0
 _CLOSE = b"\1"  # sent after the last plan
 
+T = TypeVar("T")
 Waitable = Connection | int  # what multiprocessing.connection.wait accepts
 
 
@@ -69,6 +71,12 @@ class Answered(Struct, frozen=True, tag=True):
     rank: int
     result: bytes = b""  # in MessagePack
     obstacle: str = ""  # why there is none
+
+    def value(self, kind: type[T], refusal: Callable[[str], Exception]) -> T:
+        """The result. Raises what `refusal` makes of the obstacle, if there is one."""
+        if self.obstacle:
+            raise refusal(self.obstacle)
+        return msgspec.msgpack.decode(self.result, type=kind)
 
 
 Message = Ready | Failed | RankMoved | Landed | Encoded | Answered

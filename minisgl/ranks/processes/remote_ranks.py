@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
-import msgspec
-
 from minisgl.distributed.addresses import Listening
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.ranks.processes.channel import (
@@ -104,10 +102,7 @@ class RemoteRanks:
         """Let every rank take part in moves between engines; see Tiers. Blocks. Raises OSError, or
         the reason why the ranks are lost."""
         found = self.call("listen", address, token)
-        for each in found:
-            if each.obstacle:
-                raise OSError(each.obstacle)
-        return Listening.of(msgspec.msgpack.decode(each.result, type=Listening) for each in found)
+        return Listening.of([each.value(Listening, OSError) for each in found])
 
     def call(self, name: str, *arguments: object) -> list[Answered]:
         """Call one of CALLS on every rank, beside the plans; returns the answers, in the order of
