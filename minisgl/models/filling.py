@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.errors import CheckpointError
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.kv_scales import is_kv_scale
-from minisgl.models.targets import Destinations, Names, Stack
+from minisgl.models.targets import Destinations, Names
 from minisgl.shards import Shard
 
 # As safetensors names them.
@@ -90,13 +90,10 @@ class Filling:
         if name.endswith("rotary_emb.inv_freq") or is_kv_scale(name):
             return
         dtype, shape = stored.get_dtype(), stored.get_shape()
-        stack = to.stacks.get(name)
-        if stack is None and name in to.targets:
-            stack = Stack((to.targets[name],), (name,))
-        if stack is None and to.is_left_out(name):
-            return
+        stack = to.stack(name)
         if stack is None:
-            self._unexpected.append(f"{full_name} ({dtype})")
+            if not to.is_left_out(name):
+                self._unexpected.append(f"{full_name} ({dtype})")
             return
         if dtype not in (dtypes := stack.targets[0].dtypes):
             raise CheckpointError(
@@ -123,12 +120,12 @@ class Filling:
         lacks unless the checkpoint is a part of one."""
         if self._unexpected:
             raise CheckpointError(
-                f"{what} holds weights that the model does not take: {few(self._unexpected)}."
+                f"{what} holds weights that the model does not take: {_few(self._unexpected)}."
             )
         to = self._to
         required = {name for name, target in to.targets.items() if target.is_required}
         if not partial and (missing := required - self.filled):
-            raise CheckpointError(f"{what} lacks weights: {few(sorted(missing))}.")
+            raise CheckpointError(f"{what} lacks weights: {_few(sorted(missing))}.")
         if self._tied_head is not None and to.tied_head is not None:
             assert to.tied_head.target.weight is not None
             embedding = to.tied_head.target.weight[: len(self._tied_head)]
@@ -171,7 +168,7 @@ def part_of(stored: Stored, cut: tuple[Shard, ...]) -> Tensor:
     return part
 
 
-def few(names: list[str]) -> str:
+def _few(names: list[str]) -> str:
     """The first names, and how many more there are."""
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
 from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
 from minisgl.models.loader import destinations, names_in
+from minisgl.models.targets import Destinations, Names
 from minisgl.models.transformer import CausalLM
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Refilling:
         UnsupportedModelError for weights that the kernels read in another form."""
         self._lanes.enter_thread()
         self._refuse(partial)
-        to, names = destinations(self._model, self._config.quantization), names_in(self._config)
+        to, names = self._places
         dry = Filling(to, names, reads=False)
         for info in infos:
             dry.add(UPDATE, info.name, info)
@@ -184,6 +186,11 @@ class Refilling:
     def _input_scales(self) -> Iterator[Tensor]:
         named = self._module.named_parameters()
         return (weight for name, weight in named if name.endswith("input_scale"))
+
+    @cached_property
+    def _places(self) -> tuple[Destinations, Names]:
+        """Made by the first update: of a model by transformers' code it takes a moment."""
+        return destinations(self._model, self._config.quantization), names_in(self._config)
 
     @property
     def _module(self) -> Any:

@@ -58,6 +58,12 @@ class Destinations:
     is_left_out: Callable[[str], bool]  # of a tensor that is none of the others
     tied_head: TiedHead | None = None
 
+    def stack(self, name: str) -> Stack | None:
+        """All destinations of a tensor; None if it has none here."""
+        if name not in self.stacks and name in self.targets:
+            return Stack((self.targets[name],), (name,))
+        return self.stacks.get(name)
+
 
 def checkpoint_targets(
     model: nn.Module, scheme: QuantizedFormat | None, prefix: str = ""

@@ -38,7 +38,7 @@ from minisgl.models.adopted.model import AdoptedModel
 from minisgl.models.adopted.shrunk import MAX_LAYERS, shrunk
 from minisgl.models.adopted.swap import WAYS, Way
 from minisgl.models.filling import InMemory, part_of
-from minisgl.models.targets import Destinations, Stack
+from minisgl.models.targets import Destinations
 
 TOLERANCE = 1e-3  # of the standard deviation of the logits
 _LENGTHS = (13, 9)
@@ -275,10 +275,8 @@ class Small:
 def _fill(to: Destinations, weights: dict[str, Tensor]) -> None:
     """Fill the weights of a part from those of the whole model."""
     for name, weight in weights.items():
-        stack = to.stacks.get(name)
-        if stack is None and name in to.targets:
-            stack = Stack((to.targets[name],), (name,))
-        for target in stack.targets if stack is not None else ():
+        stack = to.stack(name)
+        for target in () if stack is None else stack.targets:
             target.fill(part_of(InMemory(weight), target.cut))
 
 
