@@ -148,11 +148,11 @@ class Images:
         num_bytes = sum(len(source.data) for source in sources)
         fetched = await _all([self._fetch(source) for source in elsewhere])
         rest = iter(fetched)
+        is_only = len(sources) == 1 or not placeholder.counts_images
         with self._room(num_bytes + sum(map(len, fetched))):
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                is_only = len(sources) == 1 or not placeholder.counts_images
                 found = await self._picture(line, data, source, placeholder, room, is_only)
                 pictures.append(found[0])
                 room -= found[1]

@@ -125,8 +125,8 @@ class PageMoves:
     async def share(
         self, address: str, *, always_load: bool, check_open: Callable[[], object]
     ) -> str:
-        """Let other engines find this one; see SharedPages. Raises what `check_open`
-        raises, where the engine stops meanwhile."""
+        """Let other engines find this one; see SharedPages. Raises what `check_open` raises, where
+        the engine stops meanwhile."""
         config = self._config
         _check(config)
         check_open()
@@ -153,7 +153,7 @@ class PageMoves:
     @property
     def exchange(self) -> PrefixExchange:
         """Not before `share`."""
-        assert self._exchange is not None, "it comes first"
+        assert self._exchange is not None, "share comes first"
         return self._exchange
 
     # -- the end, and figures ----------------------------------------------------------------------

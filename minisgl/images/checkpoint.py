@@ -77,9 +77,9 @@ class CheckpointProcessor:
         self.placeholder = self._find_placeholder(folder)
 
     def process(self, image: Image, *, is_only: bool = True) -> Processed:
-        """Process an image in RGB; is_only: of its conversation. Raises ValueError as the processor
-        does, for one of a shape that it does not take."""
-        if is_only or not self.placeholder.counts_images:
+        """Process an image in RGB; is_only: of its conversation, where the processor counts images.
+        Raises ValueError as the processor does, for one of a shape that it does not take."""
+        if is_only:
             ids, inputs = self._run(image)
         else:  # as the first of two
             ids, inputs = self._run(image, image)

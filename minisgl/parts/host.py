@@ -35,14 +35,16 @@ def host_parts(
 ) -> list[Part]:
     """In the order in which they plan. tiers: behind the device of each rank that has pages of its
     own, if there are any. task: for which the model was loaded. max_loras: adapters on the device
-    at once. image_rows: of the buffer for images. turns, largest_block: as of
-    Images. blind: why the model takes none, if it does not."""
+    at once. image_rows: of the buffer for images. turns, largest_block: as of Images. blind: why
+    the model takes none, if it does not."""
     parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
     if tiers:
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))
     parts.append(WeightVersions())
-    images = Images(image_rows, turns=turns, largest_block=largest_block)
-    parts.append(Blind(blind) if blind else images)
+    if blind:
+        parts.append(Blind(blind))
+    else:
+        parts.append(Images(image_rows, turns=turns, largest_block=largest_block))
     return parts

@@ -123,9 +123,8 @@ class ImagePlan(PartPlan):
     reads: tuple[int, ...] = ()  # the numbers of the images whose rows the chunks read
 
 
-Encoded = tuple[
-    int, str
-]  # the number of an image whose encoding has ended, and why it failed or ""
+# The number of an image whose encoding has ended, and why it failed or "".
+Encoded = tuple[int, str]
 
 
 def encoded_in(plan: StepPlan, result: StepResult) -> Sequence[Encoded]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class OfWeights(Extra):
     """The versions of the weights that answer a request, oldest first."""
 
     spans: list[VersionSpan]
-    kv_of: bytes = field(default=b"")
+    kv_of: bytes = b""
 
 
 class WeightVersions(Part):

@@ -9,15 +9,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.errors import (
-    CallerError,
-    CheckpointError,
-    InvalidRequestError,
-)
+from minisgl.errors import CallerError, CheckpointError, InvalidRequestError
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
@@ -134,18 +130,8 @@ async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Re
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
     from minisgl.distributed.weight_group import GroupAddress
 
-    body = asked.body
-    await asked.engine.weights.join_group(
-        GroupAddress(
-            master_address=body.master_address,
-            master_port=body.master_port,
-            rank_offset=body.rank_offset,
-            world_size=body.world_size,
-            group_name=body.group_name,
-            backend=body.backend,
-        )
-    )
-    return json_response(Done(f"The group {body.group_name} was joined."))
+    await asked.engine.weights.join_group(GroupAddress(**structs.asdict(asked.body)))
+    return json_response(Done(f"The group {asked.body.group_name} was joined."))
 
 
 async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
