@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -66,15 +65,6 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.queue import Line, Turns
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.state import Running, StepWork, Waiting
-
-# Of the schedules that a law is tried with, each run has a third, and each run others;
-# SCHEDULES=all runs all.
-SHARE = 1 if os.environ.get("SCHEDULES") == "all" else 3
-
-
-def schedules(number: int) -> settings:
-    return settings(max_examples=number // SHARE)
-
 
 EOS = 7
 
@@ -1161,7 +1151,7 @@ def test_namespaces_are_short_and_unique() -> None:
     assert {len(namespace) for namespace in found} == {16}
 
 
-@schedules(1500)
+@settings(max_examples=1500, deadline=None)
 @example(104089509)  # in a pipeline, a plan behind one that failed is blind for a later step
 @given(st.integers(0, 2**32))
 def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> None:
@@ -1233,7 +1223,7 @@ def mixture(rng: random.Random) -> dict[str, Any]:
     return options
 
 
-@schedules(200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 @example(634)  # a load takes the snapshot from which a request of the same plan begins
 def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
@@ -1390,7 +1380,7 @@ def store_all(harness: Harness) -> None:
         harness.end_move()
 
 
-@schedules(60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
     """Two schedulers, one after the other, on one disk; some of its pages get lost."""
@@ -1620,7 +1610,7 @@ def test_a_request_joins_at_once_where_nobody_decodes() -> None:
     check_output(again)
 
 
-@schedules(150)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_beside_another_engine_gives_the_same_tokens(seed: int) -> None:
     """It reads pages that are lent to it, and writes some that are expected of it."""
@@ -1820,7 +1810,7 @@ def run_schedule(
 # -- snapshots of states ---------------------------------------------------------------------------
 
 
-@schedules(200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_snapshots_gives_the_same_tokens(seed: int) -> None:
     """The runner checks before each token that the state is that of the tokens in front of it."""
@@ -1891,7 +1881,7 @@ def test_the_snapshots_used_least_recently_make_way() -> None:
 # -- pages of windowed layers ----------------------------------------------------------------------
 
 
-@schedules(200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
     """With states of requests, too, on ranks that divide them. The runner checks before each token
@@ -1926,7 +1916,7 @@ def test_any_schedule_with_windows_gives_the_same_tokens(seed: int) -> None:
 # -- adapters --------------------------------------------------------------------------------------
 
 
-@schedules(300)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_adapters_gives_the_tokens_of_each(seed: int) -> None:
     """Few places, for which many adapters take turns; the KV of a token depends on its adapter."""
@@ -2095,7 +2085,7 @@ class Unloading(Neighbour):
         assert self.harness.runner.dropped == self.unloaded
 
 
-@schedules(200)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_in_which_adapters_come_and_go_gives_the_tokens_of_each(seed: int) -> None:
     rng = random.Random(seed)
@@ -2184,7 +2174,7 @@ def schedule_of_ranks(seed: int, **tiers: Any) -> Harness:
     return harness
 
 
-@schedules(400)
+@settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_ranks_that_divide_requests_gives_the_same_tokens(seed: int) -> None:
     """Each rank has pages and snapshots of its own, which the runner tells apart. The audit looks
@@ -2202,7 +2192,7 @@ def tiers_of_ranks(seed: int) -> dict[str, Any]:
     }
 
 
-@schedules(300)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_ranks_with_tiers_gives_the_same_tokens(seed: int) -> None:
     """Of any mixture of groups. Each rank has host pages and loads of its own; all share a disk."""
