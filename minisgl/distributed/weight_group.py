@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 
 JOIN_S = 120.0  # for all to join
 BACKENDS = ("gloo", "nccl")
+PACKED_BYTES = 1 << 30  # a bucket of vLLM's senders ends with the tensor that exceeds this
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class GroupAddress:
     world_size: int
     group_name: str
     backend: str
+    packed: bool = False  # tensors come as bytes, some PACKED_BYTES at a time
 
 
 class WeightGroup:
@@ -44,6 +48,7 @@ class WeightGroup:
             is_master=False,
             timeout=limit,
         )
+        self.packed = address.packed
         self._device = device
         self._group: Any
         self._group, _ = distributed_c10d._new_process_group_helper(
@@ -58,9 +63,30 @@ class WeightGroup:
         members = {number: number for number in range(address.world_size)}
         distributed_c10d._world.pg_group_ranks[self._group] = members
 
-    def receive(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor that rank 0 broadcasts, on the device. Blocks. Raises RuntimeError if
-        that ends."""
+    def receive(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
+        """The tensors that rank 0 broadcasts next, given their shapes and dtypes, on the device.
+        Blocks. Raises RuntimeError if that ends."""
+        for shape, dtype in tensors:
+            yield self._received(shape, dtype)
+
+    def receive_packed(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
+        """The same of tensors that come as the bytes of several."""
+        bucket: list[tuple[list[int], torch.dtype, int]] = []
+        for shape, dtype in tensors:
+            bucket.append((shape, dtype, math.prod(shape) * dtype.itemsize))
+            if sum(num_bytes for *_, num_bytes in bucket) > PACKED_BYTES:
+                yield from self._unpacked(bucket)
+                bucket = []
+        if bucket:
+            yield from self._unpacked(bucket)
+
+    def _unpacked(self, bucket: list[tuple[list[int], torch.dtype, int]]) -> Iterator[Tensor]:
+        sizes = [num_bytes for *_, num_bytes in bucket]
+        packed = self._received([sum(sizes)], torch.uint8)
+        for (shape, dtype, _), part in zip(bucket, packed.split(sizes), strict=True):
+            yield part.clone().view(dtype).view(shape)  # where the alignment suits its dtype
+
+    def _received(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         dist.broadcast(tensor, 0, self._group)
         return tensor

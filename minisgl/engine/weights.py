@@ -23,6 +23,7 @@ from minisgl.errors import (
 )
 from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
+from minisgl.models.reading import joined
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.weights.host import WeightVersions
 from minisgl.scheduler.scheduler import Scheduler
@@ -35,6 +36,7 @@ MAX_VERSION_CHARS = 256
 # What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
 # anew, or end with an error.
 InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
+_Hold: TypeAlias = Literal["pause", "update"]  # why no step is computed
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 
@@ -87,7 +89,7 @@ class Weights:
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
         self._changes = Changes()
-        self._is_paused = False
+        self._holds: set[_Hold] = set()
 
     @property
     def version(self) -> str:
@@ -165,9 +167,22 @@ class Weights:
                 raise
             self._change(version, in_flight, is_whole=is_whole)
         finally:
-            if not self._is_paused:
-                self._steps.resume()
+            self._go_on()
         return version
+
+    async def begin(self) -> None:
+        """Compute nothing until `finish`, so that updates meanwhile are seen all at once."""
+        await self._changes.make(self._hold("update"))
+
+    async def finish(self) -> None:
+        """Go on after `begin`."""
+        await self._changes.make(self._release("update"))
+
+    async def read(self, name: str, num_rows: int) -> Any:
+        """The first rows of a tensor, by its name in a checkpoint, as nested lists. Raises
+        CheckpointError if there is none, or if it is kept in another form."""
+        taker = self._open_taker()
+        return joined(name, await self._changes.make(asyncio.to_thread(taker.read, name, num_rows)))
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -188,13 +203,14 @@ class Weights:
         *,
         version: str | None = None,
         in_flight: InFlight = "keep",
+        packed: bool = False,
     ) -> str:
         """Replace the weights that the trainer of a group sends, in the order of `infos`; the
-        others stay. Raises as `update` does."""
+        others stay. packed: as the bytes of several. Raises as `update` does."""
         return await self._changes.make(
             self._update(
                 infos,
-                lambda taker: taker.take_group(group, infos),
+                lambda taker: taker.take_group(group, infos, packed),
                 version,
                 partial=True,
                 in_flight=in_flight,
@@ -213,9 +229,7 @@ class Weights:
         _check_in_flight(in_flight)
 
         async def paused() -> None:
-            self._check_alive()
-            self._is_paused = True
-            await self._steps.pause()
+            await self._hold("pause")
             if in_flight == "abort":
                 self._end_requests(PausedError("The server is paused."))
             elif in_flight == "recompute":
@@ -224,11 +238,21 @@ class Weights:
         await self._changes.make(paused())
 
     async def resume(self) -> None:
-        async def resumed() -> None:
-            self._is_paused = False
-            self._steps.resume()
+        await self._changes.make(self._release("pause"))
 
-        await self._changes.make(resumed())
+    async def _hold(self, reason: _Hold) -> None:
+        self._check_alive()
+        self._holds.add(reason)
+        await self._steps.pause()
+
+    async def _release(self, reason: _Hold) -> None:
+        self._holds.discard(reason)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Compute steps again, unless something else holds them."""
+        if not self._holds:
+            self._steps.resume()
 
     def _open_taker(self) -> WeightTaker:
         self._check_alive()

@@ -18,6 +18,7 @@ from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
 from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
 from minisgl.models.loader import destinations, names_in
+from minisgl.models.reading import Piece, pieces_of
 from minisgl.models.targets import Destinations, Names
 from minisgl.models.transformer import CausalLM
 
@@ -58,11 +59,13 @@ class WeightTaker(Protocol):
 
     def join(self, address: GroupAddress) -> None: ...
 
-    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None: ...
+    def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None: ...
 
     def leave(self, name: str) -> None: ...
 
     def end(self) -> bool: ...
+
+    def read(self, name: str, num_rows: int) -> list[Piece]: ...
 
 
 class Refilling:
@@ -124,21 +127,23 @@ class Refilling:
         if (group := self._groups.pop(name, None)) is not None:
             group.close()
 
-    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
-        """The same of tensors that the trainer of a group sends now, in this order."""
+    def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
+        """The same of tensors that the trainer of a group sends now, in this order. packed: as
+        bytes, whatever was said when the group was joined."""
         self._lanes.enter_thread()
         if (group := self._groups.get(name)) is None:
             raise CheckpointError(f"There is no group {name:.80}; allowed: one that was joined.")
+        receive = group.receive_packed if packed or group.packed else group.receive
         wrong: CheckpointError | None = None
-        for info in infos:
-            try:
-                tensor = group.receive(info.shape, DTYPES[info.dtype])
-            except RuntimeError as error:
-                raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
-            try:
-                self._take(info.name, tensor)
-            except CheckpointError as error:  # the others in the group wait for this rank
-                wrong = wrong or error
+        try:
+            tensors = receive((info.shape, DTYPES[info.dtype]) for info in infos)
+            for info, tensor in zip(infos, tensors, strict=True):
+                try:
+                    self._take(info.name, tensor)
+                except CheckpointError as error:  # the others in the group wait for this rank
+                    wrong = wrong or error
+        except RuntimeError as error:
+            raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
         if wrong is not None:
             raise wrong
 
@@ -167,6 +172,12 @@ class Refilling:
         self._lanes.synchronize()  # steps may read weights before their turn comes
         self._lacking -= filling.filled
         return not self._lacking
+
+    def read(self, name: str, num_rows: int) -> list[Piece]:
+        """What this rank has of the first rows of a tensor, by its name in a checkpoint."""
+        self._lanes.enter_thread()
+        to, names = self._places
+        return pieces_of(to, names.of(name), num_rows)
 
     def _refuse(self, partial: bool) -> None:
         reason = ""

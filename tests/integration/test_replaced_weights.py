@@ -203,6 +203,9 @@ def test_a_trainer_sends_weights_in_a_group(num_ranks: int) -> None:
                     await engine.weights.update_from_group("weights", part, version=f"{number}")
             assert await answers(engine) == expected
             assert engine.weights.version == "1"
+            for name in sorted(weights_of(1)):  # cut by outputs, by inputs, and not at all
+                found = await engine.weights.read(name, 70)
+                assert found == weights_of(1)[name][:70].float().tolist(), name
             await engine.weights.leave_group("weights")
             with pytest.raises(CheckpointError, match="There is no group weights"):
                 await engine.weights.update_from_group("weights", infos[:9])

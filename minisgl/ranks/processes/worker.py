@@ -231,10 +231,11 @@ CALLS: Mapping[str, Callable[..., object]] = {
         msgspec.convert(address, GroupAddress)
     ),
     "leave_group": lambda runner, name: _weights(runner).leave(name),
-    "receive_weights": lambda runner, name, infos: _weights(runner).take_group(
-        name, msgspec.convert(infos, list[TensorInfo])
+    "receive_weights": lambda runner, name, infos, packed: _weights(runner).take_group(
+        name, msgspec.convert(infos, list[TensorInfo]), packed
     ),
     "end_weights": lambda runner: _weights(runner).end(),
+    "read_weights": lambda runner, name, num_rows: _weights(runner).read(name, num_rows),
 }
 
 
