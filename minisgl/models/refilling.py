@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
 from minisgl.models.loader import destinations, names_in
 from minisgl.models.reading import Piece, pieces_of
+from minisgl.models.target import Target
 from minisgl.models.targets import Destinations, Names
 from minisgl.models.transformer import CausalLM
 
@@ -67,6 +68,22 @@ class WeightTaker(Protocol):
 
     def read(self, name: str, num_rows: int) -> list[Piece]: ...
 
+    def sleep(self, drops_weights: bool) -> None: ...
+
+    def wake(self, tags: Collection[str]) -> None: ...
+
+    def capture(self) -> None: ...
+
+
+class Memory(Protocol):
+    """The memory of a rank: see runner/sleeping.py."""
+
+    def release(self, dropped: Collection[int]) -> None: ...
+
+    def restore(self, tags: Collection[str]) -> None: ...
+
+    def capture(self) -> None: ...
+
 
 class Refilling:
     """Takes the weights of one rank anew, as a WeightTaker."""
@@ -83,6 +100,7 @@ class Refilling:
         self._coming: set[str] = set()
         self._lacking: set[str] = set()  # targets of an update that has begun, and has not ended
         self._groups: dict[str, WeightGroup] = {}
+        self.memory: Memory | None = None  # of the runner that has the model
 
     def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
         """Check all that is to come. partial: the other weights stay. Raises CheckpointError, and
@@ -179,6 +197,32 @@ class Refilling:
         to, names = self._places
         return pieces_of(to, names.of(name), num_rows)
 
+    def sleep(self, drops_weights: bool) -> None:
+        """Give the memory of weights and caches back. drops_weights: a whole update must follow
+        once they are awake; else the host keeps their numbers. Raises DeviceMemoryError, and
+        UnsupportedModelError for weights that cannot be replaced."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        dropped, targets = set[int](), self._places[0].targets if drops_weights else {}
+        if drops_weights:
+            self._refuse(False)
+            kept = (each for each in targets.values() if not each.is_required)
+            dropped = _storages(targets.values()) - _storages(kept)
+        self.memory.release(dropped)
+        self._lacking |= {name for name, target in targets.items() if target.is_required}
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Take the memory of "weights" or "kv_cache" again. Raises DeviceMemoryError."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        self.memory.restore(tags)
+
+    def capture(self) -> None:
+        """Capture steps again after `wake`, if all is awake. All ranks call this together."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        self.memory.capture()
+
     def _refuse(self, partial: bool) -> None:
         reason = ""
         if partial and any(True for _ in self._input_scales()):
@@ -206,3 +250,9 @@ class Refilling:
     @property
     def _module(self) -> Any:
         return self._model if isinstance(self._model, CausalLM) else self._model.module
+
+
+def _storages(targets: Iterable[Target]) -> set[int]:
+    """Where the storages of their weights are."""
+    weights = (tensor for each in targets for tensor in (each.weight, each.scale))
+    return {each.untyped_storage().data_ptr() for each in weights if each is not None}

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
@@ -222,6 +222,15 @@ class RankWeights:
         own, found = self._own.read(name, num_rows), self._call("read_weights", name, num_rows)
         others = (msgspec.convert(each, list[Piece]) for each in found)
         return [*own, *(piece for pieces in others for piece in pieces)]
+
+    def sleep(self, drops_weights: bool) -> None:
+        self._together(lambda: self._own.sleep(drops_weights), "sleep", drops_weights)
+
+    def wake(self, tags: Collection[str]) -> None:
+        self._together(lambda: self._own.wake(tags), "wake", [*tags])
+
+    def capture(self) -> None:
+        self._together(self._own.capture, "capture")
 
     def _together(self, own: Callable[[], None], name: str, *arguments: object) -> None:
         """Have rank 0 do what the others are called for meanwhile: each may wait for all."""

@@ -142,6 +142,31 @@ def test_a_group_that_sends_pickles_is_refused_by_its_name(
     assert refused.status_code == 400 and "StatelessProcessGroup" in error_of(refused)["message"]
 
 
+def test_a_model_sleeps_and_wakes_up(client: httpx.Client) -> None:
+    before = logprobs_of(client)
+    body = {"prompt": [300], "max_tokens": 1}
+    for level in (1, 2):
+        asked(client.post(f"/sleep?level={level}"))
+        assert asked(client.get("/is_sleeping")) == {"is_sleeping": True}
+        asked(client.get("/health"))  # a trainer may come
+        for refused in (client.post("/v1/completions", json=body), client.get("/ready")):
+            assert refused.status_code == 503 and error_of(refused)["code"] == "asleep"
+        asked(client.post("/wake_up?tags=weights"))
+        if level == 2:
+            asked(client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)}))
+        asked(client.post("/wake_up?tags=kv_cache"))
+        assert asked(client.get("/is_sleeping")) == {"is_sleeping": False}
+        assert logprobs_of(client) == before
+        asked(client.get("/ready"))
+    for path, param in [
+        ("/sleep?level=3", "level"),
+        ("/sleep?mode=for+ever", "mode"),
+        ("/wake_up?tags=drafter", "tags"),
+    ]:
+        wrong = client.post(path)
+        assert wrong.status_code == 400 and error_of(wrong)["param"] == param
+
+
 def test_weights_are_read_by_their_names(client: httpx.Client) -> None:
     tensors = tensors_of(DEMO_FOLDER)
     for name, num_rows in [(NORM, 3), (QUERY, 2), (QUERY, 100)]:

@@ -235,6 +235,9 @@ CALLS: Mapping[str, Callable[..., object]] = {
         name, msgspec.convert(infos, list[TensorInfo]), packed
     ),
     "end_weights": lambda runner: _weights(runner).end(),
+    "sleep": lambda runner, drops_weights: _weights(runner).sleep(drops_weights),
+    "wake": lambda runner, tags: _weights(runner).wake(tags),
+    "capture": lambda runner: _weights(runner).capture(),
     "read_weights": lambda runner, name, num_rows: _weights(runner).read(name, num_rows),
 }
 

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.errors import CallerError, CheckpointError, InvalidRequestError
+from minisgl.errors import CallerError, CheckpointError, ConfigError, InvalidRequestError
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
@@ -40,6 +40,10 @@ class Done(Struct):
 
 class WorldSize(Struct):
     world_size: int
+
+
+class Sleeping(Struct):
+    is_sleeping: bool
 
 
 class PauseGeneration(Struct):
@@ -105,7 +109,7 @@ def told(handler: Handler[A]) -> Handler[A]:
     async def answered(service: Service, asked: A) -> Response:
         try:
             return await handler(service, asked)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             raise CallerError(str(error)) from error
 
     return answered
@@ -120,16 +124,35 @@ async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> R
 
 
 async def _pause(service: Service, mode: str) -> Response:
+    await service.state.engine().weights.pause(_mode(mode))
+    return json_response(Done("The engine is paused."))
+
+
+def _mode(mode: str) -> Any:
     if mode not in _MODES:
         raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
-    in_flight: Any = _MODES[mode]
-    await service.state.engine().weights.pause(in_flight)
-    return json_response(Done("The engine is paused."))
+    return _MODES[mode]
 
 
 async def resume(service: Service, request: Request) -> Response:
     await service.state.engine().weights.resume()
     return json_response(Done("The engine goes on."))
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    level = request.query_params.get("level", "1")
+    in_flight = _mode(request.query_params.get("mode", "recompute"))
+    await service.state.engine().weights.sleep(int(level) if level in ("1", "2") else 0, in_flight)
+    return json_response(Done("The model is asleep."))
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    await service.state.engine().weights.wake(request.query_params.getlist("tags"))
+    return json_response(Done("What was to wake up is awake."))
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    return json_response(Sleeping(service.state.engine().weights.is_asleep))
 
 
 async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
@@ -240,5 +263,8 @@ ENDPOINTS = (
     admins("/pause_generation", "The same as /pause.", pause_generation, PauseGeneration),
     admins("/continue_generation", "The same as /resume.", resume),
     admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
+    admins("/sleep", "Give the memory of weights and KV cache back.", told(sleep)),
+    admins("/wake_up", "Take it again.", wake_up),
+    admins("/is_sleeping", "Whether it is.", is_sleeping, answer=Sleeping, method="GET"),
     admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
 )
