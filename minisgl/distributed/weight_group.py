@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,22 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from minisgl.distributed.addresses import GroupAddress
+
 JOIN_S = 120.0  # for all to join
-BACKENDS = ("gloo", "nccl")
 PACKED_BYTES = 1 << 30  # a bucket of vLLM's senders ends with the tensor that exceeds this
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAddress:
-    """Where a group meets, and which part of it an engine is."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int  # of the engine's first rank
-    world_size: int
-    group_name: str
-    backend: str
-    packed: bool = False  # tensors come as bytes, some PACKED_BYTES at a time
 
 
 class WeightGroup:

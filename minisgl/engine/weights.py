@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from minisgl.distributed.weight_group import BACKENDS, GroupAddress
+from minisgl.distributed.addresses import GROUP_BACKENDS, GroupAddress
 from minisgl.engine.changes import Changes
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
@@ -215,8 +215,8 @@ class Weights:
 
     async def join_group(self, address: GroupAddress) -> None:
         """Have all ranks join the group of a trainer. Raises CheckpointError if that cannot be."""
-        if address.backend not in BACKENDS:
-            raise InvalidRequestError("backend", f"allowed: {' and '.join(BACKENDS)}.")
+        if address.backend not in GROUP_BACKENDS:
+            raise InvalidRequestError("backend", f"allowed: {' and '.join(GROUP_BACKENDS)}.")
         await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
 
     async def leave_group(self, name: str) -> None:

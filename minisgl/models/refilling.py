@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from minisgl.device.lanes import Lanes
-from minisgl.distributed.weight_group import GroupAddress, WeightGroup
+from minisgl.distributed.addresses import GroupAddress
+from minisgl.distributed.weight_group import WeightGroup
 from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
 from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.linear import Linear

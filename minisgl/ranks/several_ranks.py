@@ -34,10 +34,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.addresses import Listening
+from minisgl.distributed.addresses import GroupAddress, Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move

@@ -28,7 +28,7 @@ from support.sending_trainer import start_trainer
 from torch import Tensor
 
 from minisgl import LLM
-from minisgl.distributed.weight_group import GroupAddress
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.engine import AsyncEngine
 from minisgl.engine.weights import (
     AsleepError,

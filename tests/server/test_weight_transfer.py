@@ -17,7 +17,7 @@ from support.serving import Served, demo_engine, served
 from torch import Tensor
 
 from minisgl.distributed import weight_group
-from minisgl.distributed.weight_group import GroupAddress
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.engine import AsyncEngine
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.request import SamplingParams

@@ -92,10 +92,12 @@ def check_slept(**options: Any) -> None:
     async def run() -> None:
         async with engine_of(0, **options) as engine:
             assert await answers(engine) == before
-            stream = engine.submit(PROMPTS[1], GREEDY)
+            params = replace(GREEDY, max_tokens=12)
+            stream = engine.submit(PROMPTS[1], params)
             await anext(stream)
             await engine.weights.sleep()
             engine.audit()
+            begun = stream.request.num_output_tokens
             check_memory(engine)
             with pytest.raises(AsleepError) as refused:
                 engine.submit(PROMPTS[0], GREEDY)
@@ -105,7 +107,11 @@ def check_slept(**options: Any) -> None:
                 await engine.weights.update(weights_of(1))
             await engine.weights.wake(["weights"])
             await stream.wait_finished()
-            assert stream.request.output_token_ids == before[1][0]
+            tokens = stream.request.output_token_ids  # those left are computed as of a prompt
+            prompt, params = [*PROMPTS[1], *tokens[:begun]], replace(params, max_tokens=12 - begun)
+            alone = engine.submit(prompt, params, cache_salt="other")
+            await alone.wait_finished()
+            assert 0 < begun < 12 and alone.request.output_token_ids == tokens[begun:]
             assert engine.stats().counters.num_retractions == 1
             requests = [await ended(engine, prompt) for prompt in PROMPTS]
             assert [each.num_cached_tokens for each in requests] == [0] * len(PROMPTS)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from minisgl.distributed.weight_group import GroupAddress
+from minisgl.distributed.addresses import GroupAddress
 
 
 def start_trainer(

@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 import torch
 
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows

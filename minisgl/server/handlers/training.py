@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import CallerError, CheckpointError, ConfigError, InvalidRequestError
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
@@ -161,8 +162,6 @@ async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Re
 
 
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
-    from minisgl.distributed.weight_group import GroupAddress
-
     await asked.engine.weights.join_group(GroupAddress(**structs.asdict(asked.body)))
     return json_response(Done(f"The group {asked.body.group_name} was joined."))
 

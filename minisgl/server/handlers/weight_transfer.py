@@ -6,6 +6,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import InvalidRequestError
 from minisgl.server.handlers.training import Done, admins, infos_of, told, updated
 from minisgl.server.http.encoding import json_response
@@ -107,8 +108,6 @@ def backend_of(device: str) -> str:
 
 
 async def init_transfer(service: Service, asked: Asked[InitTransfer]) -> Response:
-    from minisgl.distributed.weight_group import GroupAddress
-
     place, backend = asked.body.init_info, asked.body.init_info.backend
     if backend is None:
         backend = backend_of(asked.engine.config.device)
