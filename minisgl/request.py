@@ -17,7 +17,8 @@ from minisgl.printable import counted
 
 E = TypeVar("E", bound="Extra")
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
+DEFAULT_LOGPROBS = 20  # the most without --max-logprobs, as in OpenAI's API
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
@@ -482,6 +483,7 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
+    rank: int  # its place among all tokens, likeliest first, from 1 on
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 

@@ -107,6 +107,7 @@ class EngineOptions(OtherSpellings, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    max_logprobs: int
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

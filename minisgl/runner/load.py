@@ -48,6 +48,7 @@ from minisgl.runner.memory import (
     page_table_bytes,
 )
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.sampling_features import Scoring
 from minisgl.runner.setup import Setup
 from minisgl.runner.stage import Stage
 from minisgl.runner.warmup import run_largest_steps, time_prefill, trial_capacity, try_graphs
@@ -313,6 +314,7 @@ class _RunnerMaker:
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
             rope_offsets=None if self.images is None else self.images.offsets,
+            scoring=Scoring(config.max_logprobs),
         )
         parts = device_parts(
             lanes,

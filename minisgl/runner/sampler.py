@@ -41,7 +41,7 @@ from minisgl.kernels.sampling.tables import (
     pack_record,
 )
 from minisgl.runner.sampled_rows import SampledRows
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import RAW_SCORES, SamplingFeatures, Scoring
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
@@ -86,6 +86,7 @@ class Sampler:
         backend: Literal["triton", "torch"] | None = None,
         ranks: Communicator = SINGLE_RANK,
         samples: bool = True,
+        scoring: Scoring = RAW_SCORES,
     ) -> None:
         """backend: by default Triton on a GPU, torch elsewhere. samples: False for a rank that only
         needs the features of the slots, and calls neither `sample` nor `mask`."""
@@ -101,12 +102,13 @@ class Sampler:
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
         self._samples = samples
+        self._scoring = scoring
         if backend == "triton" and samples:
             from minisgl.kernels.sampling.launch import SampleWorkspace, TritonSampling
 
             num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
             workspace = SampleWorkspace(num_rows, vocab_size, device)
-            self._triton = TritonSampling(self.tables, workspace)
+            self._triton = TritonSampling(self.tables, workspace, scoring.most)
 
     @property
     def num_prompt_tokens(self) -> Tensor:
@@ -209,7 +211,8 @@ class Sampler:
                 return SampledRows(sampled, None)
             token_ids, scores = self._triton.sample_full(*rows, top_p=top_p, masked=masked)
         if features.num_logprobs >= 0 and scores is None:
-            scores = top_logprobs(logits.float(), token_ids, features.num_logprobs)
+            num_top = min(features.num_logprobs, self._scoring.most)
+            scores = top_logprobs(logits.float(), token_ids, num_top)
         return SampledRows(token_ids, scores)
 
     def _sample_shard(

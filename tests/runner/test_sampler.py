@@ -404,6 +404,7 @@ class TestLogprobs:
             assert entry.token_id == tokens[row]
             assert entry.logprob == pytest.approx(raw[row, tokens[row]].item(), abs=1e-5)
             assert [token_id for token_id, _ in entry.top] == order[row][: len(entry.top)]
+            assert entry.rank == 1 + order[row].index(entry.token_id)
             for token_id, logprob in entry.top:
                 assert logprob == pytest.approx(raw[row, token_id].item(), abs=1e-5)
 

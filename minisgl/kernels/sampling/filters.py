@@ -308,7 +308,7 @@ def settle_kernel(
             if by_top_k:
                 least = _cut_of_segments(keys, largest, top_k, num_segments)
             segments = tl.arange(0, segments_block)
-            listed = _write_list(segment_list, segments, (keys >= least) & (keys > LOWEST))
+            listed = write_list(segment_list, segments, (keys >= least) & (keys > LOWEST))
             if by_top_k:
                 least = tl.where(top_k <= num_segments, least_of_value(least), LOWEST + 1)
                 last = _key_of_last(
@@ -413,11 +413,11 @@ def _list_hottest(
     high = tl.max(keys) + 1
     cut = select(keys, tl.cast(LOWEST, tl.int64), high, LIST_SEGMENTS // 2, LIST_SEGMENTS)
     others = tl.max(tl.where(keys >= cut, LOWEST, keys))
-    return _write_list(hot_list, segments, keys >= cut), value_of(others)
+    return write_list(hot_list, segments, keys >= cut), value_of(others)
 
 
 @triton.jit
-def _write_list(places, segments, chosen):
+def write_list(places, segments, chosen):
     """Compacts the chosen segments into `places`; returns their number."""
     tl.store(places + tl.cumsum(chosen.to(tl.int32), 0) - 1, segments, mask=chosen)
     tl.debug_barrier()

@@ -36,20 +36,25 @@ class TokenScores:
     tokens."""
 
     logprob: Tensor  # [rows] float32
+    rank: Tensor  # [rows] int64: its place in the row, likeliest first, from 1 on
     top_ids: Tensor  # [rows, k] int64, likeliest first; of equals the lower id first
     top_logprobs: Tensor  # [rows, k] float32
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
-    """Logprobs of `token_ids` [rows] int64 and of each row's k likeliest tokens, under raw `logits`
-    [rows, vocab] float32."""
-    logprobs = logits.log_softmax(dim=-1)
+    """Logprobs and ranks of `token_ids` [rows] int64, and logprobs of each row's k likeliest
+    tokens, under `logits` [rows, vocab] float32."""
+    logprobs, own = logits.log_softmax(dim=-1), token_ids[:, None]
+    value = logits.gather(1, own)
+    is_before = torch.arange(logits.shape[1], device=logits.device) < own  # where they are equal
+    precedes = (logits > value) | ((logits == value) & is_before)
     if k == 0:
         top_ids = token_ids.new_empty((len(token_ids), 0))
     else:
         top_ids = order_keys(logits).topk(min(k, logits.shape[1]), dim=-1).indices
     return TokenScores(
-        logprob=logprobs.gather(1, token_ids[:, None]).squeeze(1),
+        logprob=logprobs.gather(1, own).squeeze(1),
+        rank=1 + precedes.sum(dim=1),
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
     )

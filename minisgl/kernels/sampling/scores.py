@@ -8,7 +8,7 @@ import triton.language as tl
 
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.sampling.device_order import LOWEST, id_of, order_key, value_of
-from minisgl.kernels.sampling.filters import LIST_SEGMENTS, load_listed
+from minisgl.kernels.sampling.filters import LIST_SEGMENTS, load_listed, write_list
 from minisgl.kernels.sampling.rows import (
     MIN_TOKENS,
     NUM_EDITS,
@@ -123,7 +123,9 @@ def _penalize(x, ids, penalties, prompt_seen, output_counts, history, mask):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["slots", "out_tokens", "logprob", "top_ids", "top_logprobs"],
+    do_not_specialize_on_alignment=[
+        *("slots", "out_tokens", "logprob", "rank", "top_ids", "top_logprobs"),
+    ],
 )
 def record_kernel(
     logits,
@@ -135,6 +137,7 @@ def record_kernel(
     tile_sums,
     segment_list,
     logprob,
+    rank,
     top_ids,
     top_logprobs,
     vocab_size,
@@ -142,15 +145,17 @@ def record_kernel(
     num_segments,
     num_tiles,
     num_top,
+    lists: tl.constexpr,
     segments_block: tl.constexpr,
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Counts a row's token if the row has penalties, and writes its logprob and the top logprobs if
-    the row wants them.
+    """Counts a row's token if the row has penalties, and writes its logprob and rank and the top
+    logprobs if the row wants them.
 
-    The likeliest tokens are selected one by one: first the segments with the largest maxima, then
-    their tokens.
+    The rank is counted in the segments whose maxima reach the token. The likeliest tokens are
+    selected one by one: first the segments with the largest maxima, then their tokens. `lists`: 1
+    or 2, each of LIST_SEGMENTS segments, which has to be enough for num_top.
     """
     wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
@@ -175,6 +180,15 @@ def record_kernel(
         segments = tl.arange(0, segments_block)
         exists = segments < num_segments
         maxima = tl.load(raw_max + row * num_segments + segments, mask=exists, other=-float("inf"))
+        source = (logits, logits, vocab_size, 0, vocab_size)
+        own, before = order_key(x, token), tl.cast(0, tl.int32)
+        listed = write_list(segment_list, segments, exists & (maxima >= x))
+        for tile in range(tl.cdiv(listed, LIST_SEGMENTS)):
+            candidates = load_listed(source, segment_list, listed, tile, 1.0, False)[2]
+            before += tl.sum((candidates > own).to(tl.int32))
+        tl.store(rank + row, before.to(tl.int64) + 1)
+        tl.debug_barrier()
+
         keys = tl.where(exists, order_key(maxima, segments), LOWEST)
         listed = tl.minimum(wanted, num_segments)
         for place in range(listed):
@@ -182,10 +196,15 @@ def record_kernel(
             tl.store(segment_list + place, id_of(best))
             keys = tl.where(keys == best, LOWEST, keys)
         tl.debug_barrier()
-        source = (logits, logits, vocab_size, 0, vocab_size)
         candidates = load_listed(source, segment_list, listed, 0, 1.0, False)[2]
+        others = candidates
+        if lists > 1:
+            others = load_listed(source, segment_list, listed, 1, 1.0, False)[2]
         for place in range(wanted):
             best = tl.max(candidates)
+            if lists > 1:
+                best = tl.maximum(best, tl.max(others))
+                others = tl.where(others == best, LOWEST, others)
             candidates = tl.where(candidates == best, LOWEST, candidates)
             tl.store(top_ids + row * num_top + place, id_of(best).to(tl.int64))
             score = value_of(best) - largest - log_sum

@@ -33,6 +33,7 @@ from minisgl.kernels.sampling.philox import philox4x32, uniform
 from minisgl.kernels.tuning import H200
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner import sampler as sampler_module
+from minisgl.runner.sampling_features import Scoring
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABS = (5, 97, 1000, 2048, 5000)
@@ -318,6 +319,19 @@ class TestFull:
         for step in range(3):
             assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0, step
             batch.output_index.add_(1)
+
+    @pytest.mark.parametrize("vocab_size", [97, 4200, 9000])
+    def test_up_to_128_alternatives_equal_the_reference(self, vocab_size: int) -> None:
+        """4,200 ids are 66 segments, of which 128 alternatives need all."""
+        params = [SamplingParams(temperature=2, logprobs=n) for n in (0, 20, 64, 65, 128)]
+        logits = random_logits(15, vocab_size, seed=12, scale=0.5).to(DEVICE)
+        logits[3::4] = logits[3::4].round()
+        batch = Batch.of(params, 15, logits, scoring=Scoring(most=128))
+        sampled = batch.sample(ANY_FULL)
+        scores = sampled.scores
+        assert scores is not None and scores.top_ids.shape[1] == min(128, vocab_size)
+        assert scores.rank.max() > 20
+        batch.check_scores(scores, sampled.token_ids)
 
     def test_the_full_variant_samples_plain_rows_like_the_plain_variant(self) -> None:
         """No row has penalties, so there is no history."""
