@@ -132,7 +132,8 @@ class SamplingParams:
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
     logit_bias, repetition, frequency and presence penalty, masking, temperature,
     top_n_sigma, min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0,
-    the argmax.
+    the argmax. With --logprobs-mode processed_logprobs, logprobs are computed from those left, at
+    temperature 0 from those before temperature; those of prompts stay raw.
 
     top_n_sigma keeps the tokens whose logit is at least max - n·σ (Tang et al., "Top-nσ", arXiv
     2411.07641). As in llama.cpp, σ is the standard deviation of the logits before temperature, so
@@ -479,7 +480,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs (natural) of a token and of the likeliest tokens, under the raw logits."""
+    """Logprobs (natural) of a token and of the likeliest tokens, by --logprobs-mode."""
 
     token_id: int
     logprob: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,24 @@ def test_up_to_128_alternatives_and_the_ranks_of_all_tokens_are_told(llm: LLM) -
     for entry, other in zip(scored, again, strict=True):
         check_rank(entry)
         assert (entry.token_id, entry.rank) == (other.token_id, other.rank)
+
+
+def test_processed_logprobs_are_those_of_the_tokens_that_top_k_leaves() -> None:
+    options = {"device": "cpu", "num_pages": 10, "max_running_requests": 2}
+    params = SamplingParams(temperature=0.7, top_k=2, seed=1, max_tokens=4, ignore_eos=True)
+    with LLM(**options, logprobs_mode="processed_logprobs") as llm:  # type: ignore[arg-type]
+        [processed] = llm.generate(PROMPT, params, logprobs=3)
+    with LLM(**options) as llm:  # type: ignore[arg-type]
+        [raw] = llm.generate(PROMPT, params, logprobs=3)
+    assert processed.token_ids == raw.token_ids and processed.logprobs and raw.logprobs
+    for entry, other in zip(processed.logprobs, raw.logprobs, strict=True):
+        assert [token_id for token_id, _ in entry.top] == [token_id for token_id, _ in other.top]
+        first, second = (logprob / 0.7 for _, logprob in other.top[:2])
+        lead = -math.log1p(math.exp(second - first))
+        assert [each for _, each in entry.top] == pytest.approx(
+            [lead, lead + second - first, -math.inf], abs=1e-4
+        )
+        assert entry.logprob == dict(entry.top)[entry.token_id] and entry.rank == other.rank
 
 
 def check_rank(entry: TokenLogprobs) -> None:

@@ -200,6 +200,13 @@ class EngineConfig:
         DEFAULT_LOGPROBS,
         f"Most alternatives that a request may ask for with each logprob, up to {MAX_LOGPROBS}.",
     )
+    logprobs_mode: str = training_option(
+        "raw_logprobs",
+        "Of sampled tokens: raw_logprobs (of the model's logits) or processed_logprobs (of what a "
+        "token is drawn from: after bias, penalties, masks, temperature and filters, which "
+        "takes longer with top_p).",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
     speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "

@@ -108,6 +108,7 @@ class EngineOptions(OtherSpellings, total=False):
     key_share: float
     step_timeout: float
     max_logprobs: int
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

@@ -89,6 +89,7 @@ class ResolvedConfig:
     key_share: float
     step_timeout: float
     max_logprobs: int
+    logprobs_mode: str
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right

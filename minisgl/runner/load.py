@@ -314,7 +314,7 @@ class _RunnerMaker:
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
             rope_offsets=None if self.images is None else self.images.offsets,
-            scoring=Scoring(config.max_logprobs),
+            scoring=Scoring(config.max_logprobs, config.logprobs_mode == "processed_logprobs"),
         )
         parts = device_parts(
             lanes,

@@ -23,6 +23,7 @@ class Scoring(NamedTuple):
     """How an engine scores sampled tokens."""
 
     most: int = DEFAULT_LOGPROBS  # top logprobs of a token
+    processed: bool = False  # by what a token is drawn from, in place of the raw logits
 
 
 RAW_SCORES = Scoring()

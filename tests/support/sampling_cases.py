@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels.sampling.order import ids_of
-from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
+from minisgl.kernels.sampling.reference import TokenScores, margin
 from minisgl.matcher import mask_words
 from minisgl.request import SamplingParams
 from minisgl.runner.sampled_rows import SampledRows
@@ -206,7 +206,8 @@ class Batch:
 
     def check_scores(self, scores: TokenScores, tokens: Tensor) -> None:
         num_rivals = scores.top_ids.shape[1]
-        wanted = top_logprobs(self.logits.float(), tokens, num_rivals)
+        features = self.sampler.features(self.slots.tolist())._replace(num_logprobs=num_rivals)
+        wanted = self.sampler.score(self.logits, self.slots, self.output_index, features, tokens)
         asked = self.sampler.logprobs_wanted(self.slots.tolist())
         for row, num in enumerate(asked):
             if num is None:

@@ -107,11 +107,20 @@ class TritonSampling:
     allowed tokens; without it masks are ignored. The kernels keep to the rule of launch_options.py.
     """
 
-    def __init__(self, tables: SamplingTables, workspace: SampleWorkspace, num_top: int) -> None:
-        """num_top: the most top logprobs of a row, up to 2 * LIST_SEGMENTS."""
+    def __init__(
+        self,
+        tables: SamplingTables,
+        workspace: SampleWorkspace,
+        *,
+        num_top: int,
+        processed: bool = False,
+    ) -> None:
+        """num_top: the most top logprobs of a row, up to 2 * LIST_SEGMENTS. processed: logprobs
+        are of what is drawn from, in place of the raw logits."""
         self._tables = tables
         self._workspace = workspace
         self._num_top = min(num_top, workspace.vocab_size)
+        self._processed = processed
 
     def sample(
         self,
@@ -181,7 +190,7 @@ class TritonSampling:
             rows = logits[part], slots[part], output_index[part]
             self._edit(rows)
             self._draw(rows, workspace.edited, token_ids[part], top_p=top_p, masked=masked)
-            self._record(rows, token_ids[part], scores, part)
+            self._record(rows, token_ids[part], scores, part, masked)
         return token_ids, scores
 
     def _best(
@@ -210,6 +219,7 @@ class TritonSampling:
             tiles,
             first_id,
             full=edited is not None,
+            processed=self._processed and edited is not None,
             quads_block=_TILE // 4,
             num_warps=4,
             maxnreg=128 if edited is None else 168,  # so that an SM holds four or three
@@ -301,18 +311,23 @@ class TritonSampling:
             **_options(logits),
         )
 
-    def _record(self, rows: _Rows, token_ids: Tensor, scores: TokenScores, part: slice) -> None:
+    def _record(
+        self, rows: _Rows, token_ids: Tensor, scores: TokenScores, part: slice, masked: bool
+    ) -> None:
         (logits, slots, _), tables, workspace = rows, self._tables, self._workspace
         num_rows, vocab_size = logits.shape
         record_kernel[(num_rows,)](
             logits,
+            workspace.edited,
             slots,
             tables.records,
+            *_mask_table(tables, masked),
             token_ids,
             tables.output_counts,
-            workspace.raw_max,
+            workspace.segment_max if self._processed else workspace.raw_max,
             workspace.tile_sums,
             workspace.segment_list,
+            workspace.gathered,
             scores.logprob[part],
             scores.rank[part],
             scores.top_ids[part],
@@ -323,6 +338,7 @@ class TritonSampling:
             workspace.num_tiles,
             self._num_top,
             lists=triton.cdiv(max(self._num_top, 1), LIST_SEGMENTS.value),
+            processed=self._processed,
             segments_block=triton.next_power_of_2(workspace.num_segments),
             tiles_block=triton.next_power_of_2(workspace.num_tiles),
             num_warps=8,
