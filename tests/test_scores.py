@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,24 @@ def test_processed_logprobs_are_those_of_the_tokens_that_top_k_leaves() -> None:
             [lead, lead + second - first, -math.inf], abs=1e-4
         )
         assert entry.logprob == dict(entry.top)[entry.token_id] and entry.rank == other.rank
+
+
+def test_a_float32_head_scores_finer_than_the_steps_of_bfloat16() -> None:
+    """The differences of logprobs are those of logits, up to the rounding of float32."""
+
+    def gaps(**options: Any) -> list[float]:
+        with LLM(device="cpu", dtype="bfloat16", num_pages=10, **options) as llm:
+            [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1), logprobs=9)
+        assert output.logprobs is not None
+        [entry] = output.logprobs
+        return [entry.logprob - logprob for _, logprob in entry.top]
+
+    def off_grid(gap: float) -> float:
+        return abs(gap * 2**9 - round(gap * 2**9))
+
+    coarse, fine = gaps(), gaps(head_dtype="float32")
+    assert max(map(off_grid, coarse)) < 0.01 < max(map(off_grid, fine))
+    assert fine == pytest.approx(coarse, abs=0.1)
 
 
 def check_rank(entry: TokenLogprobs) -> None:

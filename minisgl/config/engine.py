@@ -207,6 +207,12 @@ class EngineConfig:
         "takes longer with top_p).",
         choices=("raw_logprobs", "processed_logprobs"),
     )
+    head_dtype: str = training_option(
+        "auto",
+        "Numbers of the logits: auto (those of --dtype) or float32 (of the same weights; the "
+        "logits take twice the memory, and on a CPU each step converts the weights of the head).",
+        choices=("auto", "float32"),
+    )
     speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "

@@ -109,6 +109,7 @@ class EngineOptions(OtherSpellings, total=False):
     step_timeout: float
     max_logprobs: int
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    head_dtype: Literal["auto", "float32"]
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

@@ -27,6 +27,7 @@ from minisgl.errors import DeviceMemoryError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
+from minisgl.models.float32_head import widen_head
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
@@ -125,6 +126,8 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
+    if config.head_dtype == "float32" != config.dtype:
+        widen_head(model)
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
