@@ -148,6 +148,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             config.task,
             config.max_loras,
             config.image_rows,
+            max_logprobs=config.max_logprobs,
             **_of_images(loaded.sight, config),
         ),
     )

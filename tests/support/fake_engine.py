@@ -209,7 +209,7 @@ class FakeStream:
     @staticmethod
     def _score(id: int, num: int) -> TokenLogprobs:
         rivals = tuple((rival, -1.0 - rival) for rival in range(num))
-        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, rivals)
+        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, 9, rivals)
 
 
 class FakeVectors:
