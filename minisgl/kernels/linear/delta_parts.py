@@ -28,7 +28,7 @@ def adding(delta: Delta | None, block_n: int) -> tuple[Any, ...] | None:
     tensors = (v, weights.b, weights.ranks, rows.adapters, rows.active)
     numbers = (weights.max_rank, width, num_rows * width, weights.b.stride(0), weights.starts)
     # Numbers that a kernel needs when it is compiled are lengths of tuples of constants.
-    return (*tensors, *numbers, (1,) * splits, (1,) * together, None if most == together else 1)
+    return (*tensors, *numbers, (1,) * splits, (1,) * together, (1,) * (1 + (most > together)))
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_
     together: tl.constexpr = len(delta[11])
     _, adapter, _, count, _, _, _ = found
     added = _multiply(w, rows, mine, adapter, added)
-    if delta[12] is not None:
+    if len(delta[12]) > 1:
         for start in tl.range(together, count, together, num_stages=1):
             mine, rank = _adapters(delta, start + tl.arange(0, together), count)
             w = _load_b(delta, first, end, lane, part, mine, rank, block_n)
