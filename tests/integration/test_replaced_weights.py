@@ -19,6 +19,7 @@ from support.replaced_weights import (
     PROMPTS,
     answers,
     answers_of,
+    check_memory,
     check_replaced,
     check_slept,
     ended,
@@ -67,6 +68,7 @@ def test_states_and_the_network_that_drafts_sleep_too() -> None:
             num_drafted = engine.stats().drafts
             for level in (1, 2):
                 await engine.weights.sleep(level)
+                check_memory(engine)
                 await engine.weights.wake()
                 if level == 2:
                     await engine.weights.update_from_files(str(folder))

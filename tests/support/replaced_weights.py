@@ -141,5 +141,6 @@ def check_memory(engine: AsyncEngine) -> None:
     if isinstance(runner, ModelRunner):
         computation = runner._computation
         caches = [each for state in computation.states for each in state.tensors]
-        for tensor in (*tensors_in([computation._model]), *caches):
+        network = getattr(computation._drafter, "_network", None)
+        for tensor in (*tensors_in([computation._model, network]), *caches):
             assert tensor.untyped_storage().nbytes() == 0
