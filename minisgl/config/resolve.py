@@ -90,7 +90,7 @@ class ResolvedConfig:
     step_timeout: float
     max_logprobs: int
     logprobs_mode: str
-    head_dtype: str
+    head_dtype: str  # of the logits
     return_routed_experts: bool
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
@@ -248,6 +248,7 @@ def resolve(
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
         "num_drafts": _resolve_drafts(config, model),
+        "head_dtype": dtype if config.head_dtype == "auto" else config.head_dtype,
         "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
         "adapters": tuple(config.adapters.items()),
         "max_loras": config.max_loras or min(len(config.lora), DEFAULT_LORAS),

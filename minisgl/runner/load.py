@@ -128,7 +128,7 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
-    if config.head_dtype == "float32" != config.dtype:
+    if config.head_dtype != config.dtype:
         widen_head(model)
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
