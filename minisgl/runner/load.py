@@ -53,6 +53,7 @@ from minisgl.runner.memory import (
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampling_features import Scoring
 from minisgl.runner.setup import Setup
+from minisgl.runner.sleeping import Sleep
 from minisgl.runner.stage import Stage
 from minisgl.runner.warmup import run_largest_steps, time_prefill, trial_capacity, try_graphs
 from minisgl.tiers.disk.disk_cache import open_store
@@ -191,6 +192,12 @@ def load_runner(
     except torch.OutOfMemoryError as error:
         runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
+
+    def capture(again: bool) -> None:
+        if keys:
+            runner.capture(keys if again else (), lambda done: None)
+
+    refilling.memory = Sleep([model, weights.model, weights.network], states, lanes, capture)
     return runner
 
 
