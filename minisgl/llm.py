@@ -413,6 +413,17 @@ class LLM:
             update(tensors, version=version, partial=partial, in_flight=in_flight)
         )
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`, for a trainer on the same
+        device. level: 1 keeps the weights in memory of the host; 2 drops them, and a whole update
+        must follow once they are awake. Raises MinisglError."""
+        self._wait_for(self.engine.weights.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory of "weights" or "kv_cache" again, by default of both. Raises
+        MinisglError."""
+        self._wait_for(self.engine.weights.wake(tags))
+
     def close(self) -> None:
         """Abort running requests and free the device. Idempotent; without effect in a fork."""
         if os.getpid() != self._process_id:

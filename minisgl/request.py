@@ -17,7 +17,8 @@ from minisgl.printable import counted
 
 E = TypeVar("E", bound="Extra")
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
+DEFAULT_LOGPROBS = 20  # the most without --max-logprobs, as in OpenAI's API
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
@@ -131,7 +132,8 @@ class SamplingParams:
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
     logit_bias, repetition, frequency and presence penalty, masking, temperature,
     top_n_sigma, min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0,
-    the argmax.
+    the argmax. With --logprobs-mode processed_logprobs, logprobs are computed from those left, at
+    temperature 0 from those before temperature; those of prompts stay raw.
 
     top_n_sigma keeps the tokens whose logit is at least max - n·σ (Tang et al., "Top-nσ", arXiv
     2411.07641). As in llama.cpp, σ is the standard deviation of the logits before temperature, so
@@ -478,10 +480,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs (natural) of a token and of the likeliest tokens, under the raw logits."""
+    """Logprobs (natural) of a token and of the likeliest tokens, by --logprobs-mode."""
 
     token_id: int
     logprob: float
+    rank: int  # its place among all tokens, likeliest first, from 1 on
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 

@@ -107,6 +107,9 @@ class EngineOptions(OtherSpellings, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    max_logprobs: int
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    head_dtype: Literal["auto", "float32"]
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

@@ -88,6 +88,9 @@ class ResolvedConfig:
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    max_logprobs: int
+    logprobs_mode: str
+    head_dtype: str
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right

@@ -14,6 +14,7 @@ from minisgl.distributed.cluster_token import OPTION, VARIABLE, read_token
 from minisgl.errors import ConfigError
 
 BACKLOG = 128
+GROUP_BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +123,16 @@ def check_address(text: str, config: ResolvedConfig) -> tuple[Address, bytes]:
         )
         raise ConfigError("address", text, reason)
     return address, token
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where a group meets, and which part of it an engine is."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int  # of the engine's first rank
+    world_size: int
+    group_name: str
+    backend: str
+    packed: bool = False  # tensors come as the bytes of several

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,20 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from minisgl.distributed.addresses import GroupAddress
+
 JOIN_S = 120.0  # for all to join
-BACKENDS = ("gloo", "nccl")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAddress:
-    """Where a group meets, and which part of it an engine is."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int  # of the engine's first rank
-    world_size: int
-    group_name: str
-    backend: str
+PACKED_BYTES = 1 << 30  # a bucket of vLLM's senders ends with the tensor that exceeds this
 
 
 class WeightGroup:
@@ -44,6 +35,7 @@ class WeightGroup:
             is_master=False,
             timeout=limit,
         )
+        self.packed = address.packed
         self._device = device
         self._group: Any
         self._group, _ = distributed_c10d._new_process_group_helper(
@@ -58,9 +50,30 @@ class WeightGroup:
         members = {number: number for number in range(address.world_size)}
         distributed_c10d._world.pg_group_ranks[self._group] = members
 
-    def receive(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor that rank 0 broadcasts, on the device. Blocks. Raises RuntimeError if
-        that ends."""
+    def receive(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
+        """The tensors that rank 0 broadcasts next, given their shapes and dtypes, on the device.
+        Blocks. Raises RuntimeError if that ends."""
+        for shape, dtype in tensors:
+            yield self._received(shape, dtype)
+
+    def receive_packed(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
+        """The same of tensors that come as the bytes of several."""
+        bucket: list[tuple[list[int], torch.dtype, int]] = []
+        for shape, dtype in tensors:
+            bucket.append((shape, dtype, math.prod(shape) * dtype.itemsize))
+            if sum(num_bytes for *_, num_bytes in bucket) > PACKED_BYTES:
+                yield from self._unpacked(bucket)
+                bucket = []
+        if bucket:
+            yield from self._unpacked(bucket)
+
+    def _unpacked(self, bucket: list[tuple[list[int], torch.dtype, int]]) -> Iterator[Tensor]:
+        sizes = [num_bytes for *_, num_bytes in bucket]
+        packed = self._received([sum(sizes)], torch.uint8)
+        for (shape, dtype, _), part in zip(bucket, packed.split(sizes), strict=True):
+            yield part.clone().view(dtype).view(shape)  # where the alignment suits its dtype
+
+    def _received(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         dist.broadcast(tensor, 0, self._group)
         return tensor

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from minisgl.distributed.weight_group import BACKENDS, GroupAddress
+from minisgl.distributed.addresses import GROUP_BACKENDS, GroupAddress
 from minisgl.engine.changes import Changes
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
@@ -23,6 +23,7 @@ from minisgl.errors import (
 )
 from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
+from minisgl.models.reading import Piece, joined
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.weights.host import WeightVersions
 from minisgl.scheduler.scheduler import Scheduler
@@ -35,6 +36,8 @@ MAX_VERSION_CHARS = 256
 # What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
 # anew, or end with an error.
 InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
+_Hold: TypeAlias = Literal["pause", "sleep", "update"]  # why no step is computed
+Tag: TypeAlias = Literal["weights", "kv_cache"]  # what sleeps
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 
@@ -63,6 +66,12 @@ class PausedError(WeightsError):
     code = "paused"
 
 
+class AsleepError(WeightsError):
+    """The engine has given its memory back."""
+
+    code = "asleep"
+
+
 class Weights:
     """Replaces the weights between two steps, one update at a time. Used on the engine's loop.
 
@@ -83,16 +92,31 @@ class Weights:
         raises EngineStoppedError, or what `refuse` was told."""
         self._taker = loaded.weights
         self._num_nodes = loaded.config.nnodes
+        self._has_host_cache = loaded.config.num_host_pages > 0
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
         self._changes = Changes()
-        self._is_paused = False
+        self._holds: set[_Hold] = set()
+        self._asleep: set[Tag] = set()
+        self._incomplete: WeightsError | None = None
 
     @property
     def version(self) -> str:
         """Of the weights; empty: those that were loaded at the start."""
         return self._versions.version
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    @property
+    def refusal(self) -> WeightsError | None:
+        """Why requests are refused, if it is because of the weights."""
+        if self._asleep:
+            asleep = " and ".join(sorted(self._asleep))
+            return AsleepError(f"The model is asleep: {asleep}. Allowed: to wake it up.")
+        return self._incomplete
 
     async def update(
         self,
@@ -153,6 +177,7 @@ class Weights:
             allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
             raise InvalidRequestError("version", f"{allowed}.")
         _check_in_flight(in_flight)
+        self._check_awake()
         await asyncio.to_thread(taker.begin, infos, partial)
         await self._steps.pause()
         try:
@@ -165,16 +190,33 @@ class Weights:
                 raise
             self._change(version, in_flight, is_whole=is_whole)
         finally:
-            if not self._is_paused:
-                self._steps.resume()
+            self._go_on()
         return version
+
+    async def begin(self) -> None:
+        """Compute nothing until `finish`, so that updates meanwhile are seen all at once."""
+        await self._changes.make(self._hold("update"))
+
+    async def finish(self) -> None:
+        """Go on after `begin`."""
+        await self._changes.make(self._release("update"))
+
+    async def read(self, name: str, num_rows: int) -> Any:
+        """The first rows of a tensor, by its name in a checkpoint, as nested lists. Raises
+        CheckpointError if there is none, or if it is kept in another form."""
+
+        async def found() -> list[Piece]:
+            self._check_awake()
+            return await asyncio.to_thread(self._open_taker().read, name, num_rows)
+
+        return joined(name, await self._changes.make(found()))
 
     # -- groups ------------------------------------------------------------------------------------
 
     async def join_group(self, address: GroupAddress) -> None:
         """Have all ranks join the group of a trainer. Raises CheckpointError if that cannot be."""
-        if address.backend not in BACKENDS:
-            raise InvalidRequestError("backend", f"allowed: {' and '.join(BACKENDS)}.")
+        if address.backend not in GROUP_BACKENDS:
+            raise InvalidRequestError("backend", f"allowed: {' and '.join(GROUP_BACKENDS)}.")
         await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
 
     async def leave_group(self, name: str) -> None:
@@ -188,13 +230,14 @@ class Weights:
         *,
         version: str | None = None,
         in_flight: InFlight = "keep",
+        packed: bool = False,
     ) -> str:
         """Replace the weights that the trainer of a group sends, in the order of `infos`; the
-        others stay. Raises as `update` does."""
+        others stay. packed: as the bytes of several. Raises as `update` does."""
         return await self._changes.make(
             self._update(
                 infos,
-                lambda taker: taker.take_group(group, infos),
+                lambda taker: taker.take_group(group, infos, packed),
                 version,
                 partial=True,
                 in_flight=in_flight,
@@ -213,9 +256,7 @@ class Weights:
         _check_in_flight(in_flight)
 
         async def paused() -> None:
-            self._check_alive()
-            self._is_paused = True
-            await self._steps.pause()
+            await self._hold("pause")
             if in_flight == "abort":
                 self._end_requests(PausedError("The server is paused."))
             elif in_flight == "recompute":
@@ -224,11 +265,88 @@ class Weights:
         await self._changes.make(paused())
 
     async def resume(self) -> None:
-        async def resumed() -> None:
-            self._is_paused = False
+        await self._changes.make(self._release("pause"))
+
+    async def _hold(self, reason: _Hold) -> None:
+        self._check_alive()
+        self._holds.add(reason)
+        await self._steps.pause()
+
+    async def _release(self, reason: _Hold) -> None:
+        self._holds.discard(reason)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Compute steps again, unless something else holds them."""
+        if not self._holds:
             self._steps.resume()
 
-        await self._changes.make(resumed())
+    # -- sleep -------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1, in_flight: InFlight = "recompute") -> None:
+        """Give the memory of weights and KV cache back until `wake`; requests are refused.
+
+        level: 1 keeps the weights in memory of the host; 2 drops them, and a whole update must
+        follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
+        their KV anew; else they end with an error. No later request matches what was cached.
+        Raises ConfigError with a host cache, UnsupportedModelError for weights that cannot be
+        replaced, DeviceMemoryError, and EngineStoppedError.
+        """
+        _check_in_flight(in_flight)
+        if level not in (1, 2):
+            raise InvalidRequestError("level", "allowed: 1 and 2.")
+        if self._has_host_cache:
+            reason = "copies hold the addresses of the KV cache; allowed: to sleep without it"
+            raise ConfigError("--host-cache", True, reason)
+        await self._changes.make(self._sleep(level, in_flight))
+
+    async def _sleep(self, level: int, in_flight: InFlight) -> None:
+        taker = self._open_taker()
+        if self._asleep:
+            return
+        await self._hold("sleep")
+        try:
+            await asyncio.to_thread(taker.sleep, level == 2)
+        except BaseException:
+            await asyncio.to_thread(taker.wake, get_args(Tag))
+            await asyncio.to_thread(taker.capture)
+            await self._release("sleep")
+            raise
+        self._asleep = {*get_args(Tag)}
+        if level == 2:
+            self._incomplete = WeightsIncompleteError(
+                "The weights were dropped. Allowed: an update of all of them."
+            )
+        self._judge()
+        if in_flight == "abort":
+            self._end_requests(AsleepError("The model was put to sleep."))
+        else:
+            self._scheduler.retract_all()
+        self._take_version(self.version)
+
+    async def wake(self, tags: Iterable[str] = ()) -> None:
+        """Take the memory of "weights" or "kv_cache" again, by default of both; once both are
+        awake, requests are computed again. Raises DeviceMemoryError if there is too little, and
+        the model sleeps on."""
+        wanted = {*tags} or {*get_args(Tag)}
+        if not wanted <= {*get_args(Tag)}:
+            raise InvalidRequestError("tags", f"allowed: {' and '.join(get_args(Tag))}.")
+
+        async def woken() -> None:
+            taker = self._open_taker()
+            await asyncio.to_thread(taker.wake, sorted(wanted & self._asleep))
+            if wanted >= self._asleep:
+                await asyncio.to_thread(taker.capture)
+            self._asleep -= wanted
+            self._judge()
+            if not self._asleep:
+                await self._release("sleep")
+
+        await self._changes.make(woken())
+
+    def _check_awake(self) -> None:
+        if "weights" in self._asleep:
+            raise AsleepError("The weights are asleep. Allowed: to wake them up first.")
 
     def _open_taker(self) -> WeightTaker:
         self._check_alive()
@@ -236,17 +354,20 @@ class Weights:
         return self._taker
 
     def _check_alive(self) -> None:
-        with contextlib.suppress(WeightsIncompleteError):
+        with contextlib.suppress(WeightsError):
             self._check_open()
 
     def _fail(self, error: BaseException) -> None:
         reason = str(error) if isinstance(error, MinisglError) else type(error).__name__
-        incomplete = WeightsIncompleteError(
+        self._incomplete = WeightsIncompleteError(
             f"An update of the weights has failed, which are incomplete: {reason} Allowed: another "
             "update, at least of what this one was to bring."
         )
-        self._refuse(incomplete)
-        self._end_requests(incomplete)
+        self._judge()
+        self._end_requests(self._incomplete)
+
+    def _judge(self) -> None:
+        self._refuse(self.refusal)
 
     def _change(self, version: str, in_flight: InFlight, *, is_whole: bool) -> None:
         if in_flight == "abort":
@@ -255,7 +376,8 @@ class Weights:
             self._scheduler.retract_all()
         self._take_version(version)
         if is_whole:
-            self._refuse(None)
+            self._incomplete = None
+            self._judge()
 
     def _take_version(self, version: str) -> None:
         """Let no request match KV from before."""

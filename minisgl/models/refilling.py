@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from minisgl.device.lanes import Lanes
-from minisgl.distributed.weight_group import GroupAddress, WeightGroup
+from minisgl.distributed.addresses import GroupAddress
+from minisgl.distributed.weight_group import WeightGroup
 from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
 from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
 from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
 from minisgl.models.loader import destinations, names_in
+from minisgl.models.reading import Piece, pieces_of
+from minisgl.models.target import Target
 from minisgl.models.targets import Destinations, Names
 from minisgl.models.transformer import CausalLM
 
@@ -58,11 +61,29 @@ class WeightTaker(Protocol):
 
     def join(self, address: GroupAddress) -> None: ...
 
-    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None: ...
+    def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None: ...
 
     def leave(self, name: str) -> None: ...
 
     def end(self) -> bool: ...
+
+    def read(self, name: str, num_rows: int) -> list[Piece]: ...
+
+    def sleep(self, drops_weights: bool) -> None: ...
+
+    def wake(self, tags: Collection[str]) -> None: ...
+
+    def capture(self) -> None: ...
+
+
+class Memory(Protocol):
+    """The memory of a rank: see runner/sleeping.py."""
+
+    def release(self, dropped: Collection[int]) -> None: ...
+
+    def restore(self, tags: Collection[str]) -> None: ...
+
+    def capture(self) -> None: ...
 
 
 class Refilling:
@@ -80,6 +101,7 @@ class Refilling:
         self._coming: set[str] = set()
         self._lacking: set[str] = set()  # targets of an update that has begun, and has not ended
         self._groups: dict[str, WeightGroup] = {}
+        self.memory: Memory | None = None  # of the runner that has the model
 
     def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
         """Check all that is to come. partial: the other weights stay. Raises CheckpointError, and
@@ -124,21 +146,23 @@ class Refilling:
         if (group := self._groups.pop(name, None)) is not None:
             group.close()
 
-    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
-        """The same of tensors that the trainer of a group sends now, in this order."""
+    def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
+        """The same of tensors that the trainer of a group sends now, in this order. packed: as
+        bytes, whatever was said when the group was joined."""
         self._lanes.enter_thread()
         if (group := self._groups.get(name)) is None:
             raise CheckpointError(f"There is no group {name:.80}; allowed: one that was joined.")
+        receive = group.receive_packed if packed or group.packed else group.receive
         wrong: CheckpointError | None = None
-        for info in infos:
-            try:
-                tensor = group.receive(info.shape, DTYPES[info.dtype])
-            except RuntimeError as error:
-                raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
-            try:
-                self._take(info.name, tensor)
-            except CheckpointError as error:  # the others in the group wait for this rank
-                wrong = wrong or error
+        try:
+            tensors = receive((info.shape, DTYPES[info.dtype]) for info in infos)
+            for info, tensor in zip(infos, tensors, strict=True):
+                try:
+                    self._take(info.name, tensor)
+                except CheckpointError as error:  # the others in the group wait for this rank
+                    wrong = wrong or error
+        except RuntimeError as error:
+            raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
         if wrong is not None:
             raise wrong
 
@@ -168,6 +192,38 @@ class Refilling:
         self._lacking -= filling.filled
         return not self._lacking
 
+    def read(self, name: str, num_rows: int) -> list[Piece]:
+        """What this rank has of the first rows of a tensor, by its name in a checkpoint."""
+        self._lanes.enter_thread()
+        to, names = self._places
+        return pieces_of(to, names.of(name), num_rows)
+
+    def sleep(self, drops_weights: bool) -> None:
+        """Give the memory of weights and caches back. drops_weights: a whole update must follow
+        once they are awake; else the host keeps their numbers. Raises DeviceMemoryError, and
+        UnsupportedModelError for weights that cannot be replaced."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        dropped, targets = set[int](), self._places[0].targets if drops_weights else {}
+        if drops_weights:
+            self._refuse(False)
+            kept = (each for each in targets.values() if not each.is_required)
+            dropped = _storages(targets.values()) - _storages(kept)
+        self.memory.release(dropped)
+        self._lacking |= {name for name, target in targets.items() if target.is_required}
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Take the memory of "weights" or "kv_cache" again. Raises DeviceMemoryError."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        self.memory.restore(tags)
+
+    def capture(self) -> None:
+        """Capture steps again after `wake`, if all is awake. All ranks call this together."""
+        self._lanes.enter_thread()
+        assert self.memory is not None, "a runner has the model"
+        self.memory.capture()
+
     def _refuse(self, partial: bool) -> None:
         reason = ""
         if partial and any(True for _ in self._input_scales()):
@@ -195,3 +251,9 @@ class Refilling:
     @property
     def _module(self) -> Any:
         return self._model if isinstance(self._model, CausalLM) else self._model.module
+
+
+def _storages(targets: Iterable[Target]) -> set[int]:
+    """Where the storages of their weights are."""
+    weights = (tensor for each in targets for tensor in (each.weight, each.scale))
+    return {each.untyped_storage().data_ptr() for each in weights if each is not None}

@@ -12,6 +12,7 @@ from minisgl.parts.masks.host import MaskPlan, Masks
 from minisgl.parts.scores.host import ScorePlan, Scores
 from minisgl.parts.vectors.host import VectorPlan, Vectors
 from minisgl.parts.weights.host import WeightVersions
+from minisgl.request import DEFAULT_LOGPROBS
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
 from minisgl.text.tokenizer import Tokenizer
@@ -32,12 +33,13 @@ def host_parts(
     turns: bool = False,
     largest_block: int | None = None,
     blind: str = "it reads text only",
+    max_logprobs: int = DEFAULT_LOGPROBS,
 ) -> list[Part]:
     """In the order in which they plan. tiers: behind the device of each rank that has pages of its
     own, if there are any. task: for which the model was loaded. max_loras: adapters on the device
     at once. image_rows: of the buffer for images. turns, largest_block: as of Images. blind: why
-    the model takes none, if it does not."""
-    parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(), Vectors(task)]
+    the model takes none, if it does not. max_logprobs: alternatives of a token."""
+    parts: list[Part] = [Masks(tokenizer, vocab_size), Scores(max_logprobs), Vectors(task)]
     if tiers:
         parts.append(PageCopies(tiers))
     if max_loras:

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
@@ -27,21 +27,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.addresses import Listening
+from minisgl.distributed.addresses import GroupAddress, Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import CheckpointError, ConfigError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterError, AdapterFacts, AdapterReader
 from minisgl.matcher import MaskRows
+from minisgl.models.reading import Piece
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.images.host import ImagePlan, encoded_in
 from minisgl.ranks.nodes.agreement import facts_of
@@ -206,12 +207,29 @@ class RankWeights:
     def leave(self, name: str) -> None:
         self._together(lambda: self._own.leave(name), "leave_group", name)
 
-    def take_group(self, name: str, infos: Sequence[TensorInfo]) -> None:
-        self._together(lambda: self._own.take_group(name, infos), "receive_weights", name, infos)
+    def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
+        def own() -> None:
+            self._own.take_group(name, infos, packed)
+
+        self._together(own, "receive_weights", name, infos, packed)
 
     def end(self) -> bool:
         own = self._own.end()
         return all([own, *self._call("end_weights")])
+
+    def read(self, name: str, num_rows: int) -> list[Piece]:
+        own, found = self._own.read(name, num_rows), self._call("read_weights", name, num_rows)
+        others = (msgspec.convert(each, list[Piece]) for each in found)
+        return [*own, *(piece for pieces in others for piece in pieces)]
+
+    def sleep(self, drops_weights: bool) -> None:
+        self._together(lambda: self._own.sleep(drops_weights), "sleep", drops_weights)
+
+    def wake(self, tags: Collection[str]) -> None:
+        self._together(lambda: self._own.wake(tags), "wake", [*tags])
+
+    def capture(self) -> None:
+        self._together(self._own.capture, "capture")
 
     def _together(self, own: Callable[[], None], name: str, *arguments: object) -> None:
         """Have rank 0 do what the others are called for meanwhile: each may wait for all."""

@@ -31,11 +31,16 @@ class ReplicaRefusedError(MinisglError):
     code = "replica_refused"
 
     def __init__(self, index: int, status: int, body: bytes) -> None:
-        reason = "It has ended, or does not answer; ask again."
-        with suppress(msgspec.MsgspecError):
-            reason = msgspec.json.decode(body, type=Error).error.message
-        super().__init__(f"Replica {index}: {reason}")
+        super().__init__(f"Replica {index}: {reason_of(body)}")
         self.http_status = status
+
+
+def reason_of(body: bytes) -> str:
+    """Why a replica has not done what it was asked for. body: of its answer, empty if it has not
+    answered."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(body, type=Error).error.message
+    return "It has ended, or does not answer; ask again."
 
 
 class FleetAdapters:

@@ -21,6 +21,7 @@ from minisgl.router.fleet import Fleet, Peer
 from minisgl.router.forward import Engines, Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
 from minisgl.router.relay import Relay
+from minisgl.router.training import FleetTraining
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.app import application
 from minisgl.server.config import ServerConfig
@@ -72,17 +73,19 @@ def create_router_app(
     index: int = 0,
     routers: Sequence[Peer] = (),
     adapters: FleetAdapters | None = None,
+    training: FleetTraining | None = None,
 ) -> Starlette:
     """Build the application. With `hosts` it answers only requests addressed to one of them.
 
     index: of this among several routing processes. routers: all of them, if there are several, on
-    private sockets, where each tells its own metrics alone. adapters: None where none is loaded.
+    private sockets, where each tells its own metrics alone. adapters, training: None where none is
+    loaded, and where no trainer may come.
     """
     own_places = [(router.path, None) for router in routers if router.index == index]
     metrics = RouterMetrics(fleet)
 
     async def health(request: Request) -> Response:
-        ready = fleet.check_ready()
+        ready = fleet.ready if fleet.refusals else fleet.check_ready()  # a trainer may come
         return json_response(RouterHealth("ready", len(fleet.replicas), len(ready)))
 
     async def joined_metrics(request: Request) -> Response:
@@ -109,6 +112,7 @@ def create_router_app(
     own = {"/health": health, "/metrics": joined_metrics, "/metrics/history": history}
     paths = () if adapters is None else (LOAD, UNLOAD)
     others = [Route(path, adapters.change, methods=["POST"]) for path in paths if adapters]
+    others += [] if training is None else training.routes()
     return forwarding_app(Relay(fleet), config, hosts, metrics.responses, own, others)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
@@ -97,3 +99,12 @@ async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:
         key = route_key(path, body, client_of(scope))
     raw_path = scope.get("raw_path", b"")
     return HTTPRequest(method, path, scope["query_string"], headers, body, key, holder, raw_path)
+
+
+def code_of(body: bytes) -> object:
+    """The code of an error, None in the form of an API without codes; empty if it is no error."""
+    with suppress(msgspec.MsgspecError):
+        answer = msgspec.json.decode(body)
+        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+            return answer["error"].get("code")
+    return ""

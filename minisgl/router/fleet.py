@@ -22,6 +22,8 @@ MAX_IDLE = 256  # connections to a peer
 MIN_PREFILL_BYTES = 2048
 # What becomes of prefills.
 DONE, FAILED = "done", "failed"
+# Codes of a replica that waits for a trainer.
+WITHOUT_WEIGHTS = ("asleep", "weights_incomplete")
 MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
 
 
@@ -32,6 +34,7 @@ class ReplicaState:
     is_ready: bool = False
     start: int = 0  # counts its starts; each begins with an empty cache
     is_silent: bool = False  # its process runs, and answers nothing
+    refusal: str = ""  # of WITHOUT_WEIGHTS: why it takes none
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +132,11 @@ class Fleet:
         return [replica for replica in self.replicas if replica.state.is_ready]
 
     @property
+    def refusals(self) -> list[str]:
+        """Why replicas wait for a trainer."""
+        return [each.state.refusal for each in self.replicas if each.state.refusal]
+
+    @property
     def num_open(self) -> int:
         return sum(replica.num_open for replica in self.replicas)
 
@@ -153,6 +161,8 @@ class Fleet:
         ready = self.ready
         if not ready:
             code, why = "loading", "The model is still loading"
+            for code in self.refusals:
+                raise NotReadyError(code, "The replicas wait for a trainer to bring weights.")
             if any(replica.state.start > 1 for replica in self.replicas):
                 code, why = "dead", "Every replica has ended, and is being started again"
             count = len(self.replicas)

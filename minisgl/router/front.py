@@ -18,6 +18,7 @@ from minisgl.router.adapters import FleetAdapters
 from minisgl.router.app import create_router_app
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
 from minisgl.router.relay import RelayConnection
+from minisgl.router.training import FleetTraining
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.connection import room_for_connections
 from minisgl.server.http.hosts import hosts_of
@@ -79,6 +80,7 @@ class FrontSpec:
     adapters: tuple[str, ...] = ()  # that replicas have from their start
     roles: tuple[str, ...] = ()  # of the replicas, if they have any
     router_paths: tuple[str, ...] = ()  # of the private sockets of all, if there are several
+    num_ranks: int = 1  # of each replica
     listener_fd: int = -1  # of a process of its own
 
 
@@ -99,6 +101,8 @@ class OwnFront:
         config = spec.server
         adapters = FleetAdapters(self._fleet, config.admin_key, spec.adapters)
         self.adapters = adapters if config.lora_root else None
+        training = FleetTraining(self._fleet, config.admin_key, spec.num_ranks)
+        self.training = training if config.trainer else None
         app = create_router_app(
             self._fleet,
             config,
@@ -106,6 +110,7 @@ class OwnFront:
             index=spec.index,
             routers=routers,
             adapters=self.adapters,
+            training=self.training,
         )
         room = room_for_connections(0) // 2  # each may have one to a replica
         public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, RelayConnection)
@@ -117,6 +122,13 @@ class OwnFront:
             self._listeners.append(bind(ServerConfig(uds=spec.router_paths[spec.index])))
         self._told_paths = [path + TOLD for path in spec.router_paths]
         self._index = spec.index
+
+    async def bring(self, index: int) -> None:
+        """Ask a replica that has started for what all were asked for before."""
+        if self.adapters is not None:
+            await self.adapters.bring(index)
+        if self.training is not None:
+            await self.training.bring(index)
 
     async def serve(self) -> None:
         gossip = None

@@ -69,9 +69,12 @@ class RouterProcess:
         if server.lora_root and router.router_processes > 1:
             reason = "one of several routing processes does not know what the others have loaded"
             raise ConfigError("--lora-root", server.lora_root, f"{reason}; allowed: one")
-        if server.trainer:
-            reason = "a trainer replaces the weights of one engine; allowed: without replicas"
-            raise ConfigError("--trainer", True, reason)
+        if server.trainer and router.router_processes > 1:
+            reason = "one of several routing processes does not know what the others were told"
+            raise ConfigError("--trainer", True, f"{reason}; allowed: one")
+        if server.trainer and (engine.host_cache or router.role_of_each):
+            reason = "a replica that starts later could not wait for weights"
+            raise ConfigError("--trainer", True, f"{reason}; allowed: without a host cache")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = with_all_keys(server)
@@ -121,8 +124,7 @@ class RouterProcess:
         specs = self._replica_specs(folder)
         self._replica_paths = [spec.server.uds for spec in specs]
         self._front = self._make_front(listeners, self._replica_paths, folder)
-        adapters = self._front.adapters if isinstance(self._front, OwnFront) else None
-        prepare = None if adapters is None else adapters.bring
+        prepare = self._front.bring if isinstance(self._front, OwnFront) else None
         supervisor = Supervisor(specs, self._replica_command, self._report, prepare)
         self._listener = listeners[0]
         stopping = asyncio.ensure_future(first_signal())
@@ -162,6 +164,7 @@ class RouterProcess:
                 adapters=tuple(self._engine.adapters),
                 roles=self._roles,
                 router_paths=paths if several else (),
+                num_ranks=self._engine.tp * self._engine.pp,
                 listener_fd=listener.fileno(),
             )
             for index, listener in enumerate(listeners)

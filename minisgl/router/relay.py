@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
-from minisgl.router.fleet import DONE, FAILED, Fleet, Replica, Route
+from minisgl.router.exchange import EngineLostError, Head, HTTPRequest, code_of
+from minisgl.router.fleet import DONE, FAILED, WITHOUT_WEIGHTS, Fleet, Replica, Route
 from minisgl.router.forward import ForwardedAnswer
 from minisgl.router.upstream import END_OF_EVENT, Upstream
 from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
@@ -17,8 +17,10 @@ from minisgl.server.http.connection import ServerConnection
 from minisgl.server.http.paths import OVERLOADED
 
 KEY = "minisgl.connection"  # in the state of a scope
-# Codes of a replica that takes no requests: another one may. The last but one is that of /ready.
-NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", "queue_full", None))
+# Codes of a replica that takes no requests: another one may. `queue_full` is that of /ready.
+NOT_READY_CODES = frozenset(
+    ("loading", "draining", "dead", "stalled", "queue_full", None, *WITHOUT_WEIGHTS)
+)
 # For another replica to compute the prompt; then the one that answers does.
 PREFILL_S = 60.0
 
@@ -75,7 +77,7 @@ class Relay:
                 await _relay(upstream, head, answer, as_it_is=relays)
                 return True
             body = b"".join([piece async for piece in upstream.pieces()])
-            if head.status in (503, OVERLOADED) and _code(body) in NOT_READY_CODES:
+            if head.status in (503, OVERLOADED) and code_of(body) in NOT_READY_CODES:
                 answer.refusal = head, body
                 return False
             if answer.has_begun:  # as a stream, by a replica that has ended
@@ -123,11 +125,3 @@ async def _relay(
             if end:
                 await answer.go_on(events + end)
     await answer.end()
-
-
-def _code(body: bytes) -> object:
-    with suppress(msgspec.MsgspecError):
-        answer = msgspec.json.decode(body)
-        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
-            return answer["error"].get("code")
-    return ""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
-from minisgl.router.exchange import EngineLostError
-from minisgl.router.fleet import Peer, ReplicaState
+from minisgl.router.exchange import EngineLostError, code_of
+from minisgl.router.fleet import WITHOUT_WEIGHTS, Peer, ReplicaState
 from minisgl.router.lifeline import end_children, start_child, tell
 from minisgl.router.placement import Share
 from minisgl.server.config import ServerConfig
@@ -69,6 +69,7 @@ class _Running:
     was_ready: bool = False
     ready_since_s: float | None = None
     is_silent: bool = False
+    refusal: str = ""
     num_starts: int = 0
 
     @property
@@ -77,6 +78,7 @@ class _Running:
             is_ready=self.ready_since_s is not None,
             start=self.num_starts,
             is_silent=self.is_silent,
+            refusal=self.refusal,
         )
 
 
@@ -157,7 +159,7 @@ class Supervisor:
                     process.kill()
                 await process.wait()
         since_s, running.ready_since_s = running.ready_since_s, None
-        running.is_silent = False
+        running.is_silent, running.refusal = False, ""
         self._report(self.states())
         return exit_code, 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -165,12 +167,13 @@ class Supervisor:
         """Follow whether a replica takes requests; kill it if it is silent."""
         heard_s, prepare = time.monotonic(), self._prepare
         while True:
-            is_ready = await self._probe(running.peer)
+            is_ready, refusal = await self._probe(running.peer)
             if is_ready and prepare is not None:
                 await prepare(running.spec.index)
                 prepare = None
+                is_ready, refusal = await self._probe(running.peer)
             now, before = time.monotonic(), running.state
-            running.is_silent = running.was_ready and is_ready is None
+            running.is_silent, running.refusal = running.was_ready and is_ready is None, refusal
             if is_ready is not None:
                 heard_s = now
             elif running.was_ready and now - heard_s > SILENCE_LIMIT_S:
@@ -187,11 +190,14 @@ class Supervisor:
             await asyncio.sleep(READY_POLL_S if is_ready else LOADING_POLL_S)
 
     @staticmethod
-    async def _probe(peer: Peer) -> bool | None:
-        """Whether a replica takes requests; None if it does not answer."""
+    async def _probe(peer: Peer) -> tuple[bool | None, str]:
+        """Whether a replica takes requests, None if it does not answer; and why it waits for a
+        trainer, if it does."""
         try:
             async with asyncio.timeout(PROBE_S):
-                status, _ = await peer.get("/health")
-                return status == 200
+                status, body = await peer.get("/ready")
+                code = "" if status == 200 else code_of(body)
+                is_ready = status == 200 or code == "queue_full"
+                return is_ready, str(code) if code in WITHOUT_WEIGHTS else ""
         except (EngineLostError, TimeoutError):
-            return None
+            return None, ""

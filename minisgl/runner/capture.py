@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from minisgl.device.lanes import GraphPool
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey
 from minisgl.runner.sampled_rows import SampleRows
@@ -23,7 +24,7 @@ class Capture:
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._pool = computation.lanes.graph_pool()
+        self._pool: GraphPool = None
 
     def extend(
         self,
@@ -38,6 +39,10 @@ class Capture:
         """
         computation, steps = self._computation, list(captured)
         stage = computation.stage
+        if not steps:
+            self._pool = computation.lanes.graph_pool()  # the last one has ended with its graphs
+            with torch.inference_mode(), computation.lanes.compute("no rows"):
+                computation.tables.update(StepPlan(0, ()))
         if stage.is_last and any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
             computation.sampler.tables.allocate_history()
         stage.make_boxes(max((key.shape.num_rows for key in keys), default=0))

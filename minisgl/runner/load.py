@@ -27,6 +27,7 @@ from minisgl.errors import DeviceMemoryError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
+from minisgl.models.float32_head import widen_head
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
@@ -48,7 +49,9 @@ from minisgl.runner.memory import (
     page_table_bytes,
 )
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.sampling_features import Scoring
 from minisgl.runner.setup import Setup
+from minisgl.runner.sleeping import Sleep
 from minisgl.runner.stage import Stage
 from minisgl.runner.warmup import run_largest_steps, time_prefill, trial_capacity, try_graphs
 from minisgl.tiers.disk.disk_cache import open_store
@@ -124,6 +127,8 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
+    if config.head_dtype == "float32" != config.dtype:
+        widen_head(model)
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
@@ -172,6 +177,12 @@ def load_runner(
     except torch.OutOfMemoryError as error:
         runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
+
+    def capture(again: bool) -> None:
+        if keys:
+            runner.capture(keys if again else (), lambda done: None)
+
+    refilling.memory = Sleep([model, weights.model, weights.network], states, lanes, capture)
     return runner
 
 
@@ -313,6 +324,7 @@ class _RunnerMaker:
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
             rope_offsets=None if self.images is None else self.images.offsets,
+            scoring=Scoring(config.max_logprobs, config.logprobs_mode == "processed_logprobs"),
         )
         parts = device_parts(
             lanes,

@@ -101,9 +101,9 @@ class ModelRunner:
         return sum(tensor.nbytes for state in states for tensor in state.tensors)
 
     def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
-        """Capture more steps, as Capture.extend does. Must be called while no step is in flight;
-        a step that could not be captured runs eagerly."""
-        steps = self._capture.extend(self._graphs.steps, keys, progress)
+        """Capture more steps, as Capture.extend does, or forget them if there are no keys. No step
+        may be in flight; one that could not be captured runs eagerly."""
+        steps = self._capture.extend(self._graphs.steps if keys else (), keys, progress)
         self._graphs = StepGraphs(steps, self._computation.tables.order.shape_of)
         if self._graphs.steps:  # while they are captured, the host cannot count
             self._computation.tables.counts_lengths = False

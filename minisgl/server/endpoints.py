@@ -18,7 +18,7 @@ from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, 
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.handlers import about, adapters, generation, training, vectors
+from minisgl.server.handlers import about, adapters, generation, training, vectors, weight_transfer
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.error_bodies import MessagesError
@@ -46,7 +46,7 @@ def endpoints_of(config: ServerConfig) -> tuple[Endpoint, ...]:
     return (
         *ENDPOINTS,
         *(adapters.ENDPOINTS if config.lora_root else ()),
-        *(training.ENDPOINTS if config.trainer else ()),
+        *((*training.ENDPOINTS, *weight_transfer.ENDPOINTS) if config.trainer else ()),
     )
 
 

@@ -18,6 +18,7 @@ from support.replaced_weights import (
     answers,
     answers_of,
     check_replaced,
+    check_slept,
     ended,
     engine_of,
     folder_of,
@@ -27,10 +28,15 @@ from support.sending_trainer import start_trainer
 from torch import Tensor
 
 from minisgl import LLM
-from minisgl.distributed.weight_group import GroupAddress
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.engine import AsyncEngine
-from minisgl.engine.weights import InFlight, WeightsIncompleteError, WeightsReplacedError
-from minisgl.errors import CheckpointError, InvalidRequestError, MinisglError
+from minisgl.engine.weights import (
+    AsleepError,
+    InFlight,
+    WeightsIncompleteError,
+    WeightsReplacedError,
+)
+from minisgl.errors import CheckpointError, ConfigError, InvalidRequestError, MinisglError
 from minisgl.models.filling import InMemory
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.refilling import TensorInfo
@@ -42,6 +48,21 @@ def test_answers_are_those_of_an_engine_that_was_loaded_with_the_weights(
     options: dict[str, int],
 ) -> None:
     check_replaced(**options)
+
+
+@pytest.mark.parametrize("options", [{"padded": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_an_engine_that_has_slept_answers_as_before(options: dict[str, int]) -> None:
+    check_slept(**options)
+
+
+def test_an_engine_with_a_host_cache_does_not_sleep() -> None:
+    async def run() -> None:
+        async with engine_of(0, host_cache=0.01) as engine:
+            with pytest.raises(ConfigError, match="--host-cache"):
+                await engine.weights.sleep()
+            await ended(engine, PROMPTS[0])
+
+    asyncio.run(run())
 
 
 async def midway(engine: AsyncEngine, num_tokens: int = 5) -> Any:
@@ -182,6 +203,12 @@ def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
         with pytest.raises(CheckpointError, match="lacks weights"):
             llm.update_weights({NORM: norm})
         assert answer((0, "step 2")) == before
+        llm.sleep()
+        with pytest.raises(AsleepError):
+            answer()
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()
+        assert answer((0, "step 2")) == before
 
 
 def infos_of(tensors: dict[str, Tensor]) -> list[TensorInfo]:
@@ -203,6 +230,9 @@ def test_a_trainer_sends_weights_in_a_group(num_ranks: int) -> None:
                     await engine.weights.update_from_group("weights", part, version=f"{number}")
             assert await answers(engine) == expected
             assert engine.weights.version == "1"
+            for name in sorted(weights_of(1)):  # cut by outputs, by inputs, and not at all
+                found = await engine.weights.read(name, 70)
+                assert found == weights_of(1)[name][:70].float().tolist(), name
             await engine.weights.leave_group("weights")
             with pytest.raises(CheckpointError, match="There is no group weights"):
                 await engine.weights.update_from_group("weights", infos[:9])

@@ -28,6 +28,7 @@ from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling, TensorInfo
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
+from minisgl.runner.sleeping import Sleep
 
 CPU = torch.device("cpu")
 # By transformers' code: norms that add one, joined maps, experts.
@@ -124,7 +125,17 @@ def test_refilled_weights_are_those_of_a_fresh_model(
     assert_same(model, fresh)
     assert [number.data_ptr() for _, number in numbers(model)] == places
     refill(refilling, tensors_of(first))
-    assert_same(model, loaded(first, **options)[0])
+    original = loaded(first, **options)[0]
+    assert_same(model, original)
+    refilling.memory = Sleep([model], [], Lanes(CPU), lambda again: None)
+    refilling.sleep(drops_weights=False)
+    assert all(number.untyped_storage().nbytes() == 0 for _, number in numbers(model))
+    refilling.wake(["weights"])
+    assert_same(model, original)
+    refilling.sleep(drops_weights=True)
+    refilling.wake(["weights"])
+    refill(refilling, tensors_of(second))
+    assert_same(model, fresh)
 
 
 def test_products_behind_adapters_are_made_again(

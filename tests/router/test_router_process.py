@@ -19,6 +19,7 @@ from support.ports import free_port
 from support.processes import (
     check_running,
     children_of,
+    replica_sockets,
     wait_for_ready,
     wait_until_nothing_is_left,
 )
@@ -26,6 +27,7 @@ from support.serving_processes import python_in
 
 SCRIPT = str(SUPPORT / "fake_replicas.py")
 CHAT = "/v1/chat/completions"
+ADMIN = {"authorization": "Bearer admin"}
 
 
 @contextlib.contextmanager
@@ -178,6 +180,80 @@ def test_adapters_are_loaded_on_all_replicas_and_on_those_that_start_later(tmp_p
             assert models_of(client) == {("b", "c")}
             assert change("unload", "b").status_code == 200
             assert models_of(client) == {("c",)}
+
+
+def weights_of(sockets: Path) -> list[Any]:
+    """What replicas have: the folder of their weights, and the rank in the trainer's group."""
+    found = []
+    for path in replica_sockets(sockets):
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=path), base_url="http://replica", headers=ADMIN
+        ) as client:
+            body = {"name": "model.norm.weight"}
+            found.append(client.post("/get_weights_by_name", json=body).json())
+    return found
+
+
+def test_a_trainer_asks_all_replicas_and_those_without_weights_get_no_requests(
+    tmp_path: Path,
+) -> None:
+    first, second, sockets = (tmp_path / name for name in ("1", "2", "s"))
+    for folder in (first, second, sockets):
+        folder.mkdir()
+    asked: Any = {"messages": HELLO, "max_tokens": 1}
+    options = {"trainer": True, "admin_key": "admin"}
+    with serving(sockets, {}, policy="round-robin", **options) as (process, url):
+        wait_for_ready(process, url, 2)
+        with httpx.Client(base_url=url, headers=ADMIN, timeout=None) as client:
+
+            def update(folder: Path) -> httpx.Response:
+                body = {"model_path": str(folder)}
+                return client.post("/update_weights_from_disk", json=body)
+
+            def answers() -> set[int]:
+                return {client.post(CHAT, json=asked).status_code for _ in range(6)}
+
+            wrong = client.post("/pause", headers={"authorization": "Bearer x"})
+            assert wrong.status_code == 401
+            assert client.get("/get_world_size").json() == {"world_size": 2}
+            place = {"master_address": "here", "master_port": 1, "rank_offset": 1, "world_size": 3}
+            for path, body in [
+                ("/init_weights_update_group", place),
+                ("/init_weight_transfer_engine", {"init_info": place}),
+            ]:
+                assert client.post(path, json=body).status_code == 200
+                assert weights_of(sockets) == [["", 1], ["", 2]]
+            refused = client.post("/init_weights_update_group", json={})
+            assert refused.status_code == 400
+            assert all(f"Replica {index}: " in refused.text for index in (0, 1))
+            assert update(first).status_code == 200
+            assert weights_of(sockets) == [[str(first), 1], [str(first), 2]]
+
+            (second / "fails_once").touch()
+            failed = update(second)  # on one of them, which is incomplete then
+            assert failed.status_code == 400
+            assert re.search(r"Replica [01]: The files are broken\.", failed.text)
+            assert sorted(folder for folder, _ in weights_of(sockets)) == [str(first), str(second)]
+            assert answers() == {200}
+            wait_for_ready(process, url, 1)
+            assert answers() == {200}
+            assert update(second).status_code == 200
+            wait_for_ready(process, url, 2)
+
+            def restart() -> None:
+                arguments = children_of(sockets)
+                (pid,) = (pid for pid, args in arguments.items() if args[-1] == "1")
+                os.kill(pid, signal.SIGKILL)
+                while client.get("/health").json()["ready"] == 2:
+                    check_running(process)
+
+            restart()
+            wait_for_ready(process, url, 2)
+            assert weights_of(sockets)[1] == [str(second), 0]
+            assert client.post("/sleep?level=2").status_code == 200
+            wait_for_ready(process, url, 0)
+            refused = client.post(CHAT, json=asked)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
 
 
 def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Path) -> None:

@@ -220,6 +220,23 @@ def test_a_step_without_chunks_replays_none_of_an_earlier_step() -> None:
     runner.close()
 
 
+def test_steps_that_are_captured_again_compute_no_row_from_before() -> None:
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=2).runner
+    prompt = masked_prompt(1, slot=0)
+    decode = StepPlan(2, (0,), longest_decode=4, parts=(MaskPlan((0,)),))
+    keys = [step.key for step in runner._graphs.steps]
+    for plan in (prompt, decode):
+        assert runner.collect(runner.launch(plan, only(runner, plan, 9))).captured
+    runner.capture((), lambda done: None)
+    assert runner.capacity.max_graph_batch == 0
+    runner.capture(keys, lambda done: None)
+    assert runner._computation.tables.state.lengths[0] == 4
+    again = masked_prompt(3, slot=0)
+    result = runner.collect(runner.launch(again, only(runner, again, 11)))
+    assert result.captured and result.token_ids == [11]
+    runner.close()
+
+
 @pytest.mark.parametrize("padded", [0, 2])
 @pytest.mark.parametrize("half", ["_forward", "_queue_end"])
 def test_a_failed_half_of_a_step_is_raised_by_collect_and_later_steps_run(

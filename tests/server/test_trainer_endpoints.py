@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.sending_trainer import start_trainer
 from support.serving import Served, demo_engine, served
 
 from minisgl.config import EngineConfig
-from minisgl.distributed.weight_group import GroupAddress
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_FOLDER
@@ -167,13 +168,16 @@ async def test_only_the_admin_key_replaces_weights() -> None:
             assert answer.status_code == 404, each.path
 
 
-def test_a_trainer_needs_a_key_and_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_needs_a_key_and_replicas_that_wait_for_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MINISGL_ADMIN_KEY", raising=False)
     with pytest.raises(ConfigError, match="--trainer: replacing weights needs a key"):
         with_all_keys(ServerConfig(trainer=True))
     given = ServerConfig(trainer=True, admin_key="mine")
     assert with_all_keys(given).trainer
-    with pytest.raises(ConfigError, match="without replicas"):
-        RouterProcess(
-            EngineConfig(device="cpu"), given, RouterConfig(replicas=2), replica=(), front=()
-        )
+    for cache, processes in ((0.0, 2), (1.0, 1)):
+        engine, router = EngineConfig(device="cpu", host_cache=cache), RouterConfig(replicas=2)
+        replicas = replace(router, router_processes=processes)
+        with pytest.raises(ConfigError, match="--trainer: "):
+            RouterProcess(engine, given, replicas, replica=(), front=())

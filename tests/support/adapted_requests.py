@@ -214,7 +214,8 @@ def check_coming_and_going(name: str, **options: Any) -> None:
             with pytest.raises(InvalidRequestError, match="no adapter a0; loaded: a1, a2"):
                 engine.adapter("a0")
             await engine.adapters.load("a0", folder_of(asked, "a3"))
-            assert 0 in numbers_on(loaded)  # a request has it
+            is_kept = 0 in numbers_on(loaded)
+            assert is_kept or stream.request.finished
             other = of_name(asked, "a3")
             await check_one(engine, asked, other, "a0")
             await stream.wait_finished()

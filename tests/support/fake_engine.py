@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -208,7 +209,7 @@ class FakeStream:
     @staticmethod
     def _score(id: int, num: int) -> TokenLogprobs:
         rivals = tuple((rival, -1.0 - rival) for rival in range(num))
-        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, rivals)
+        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, 9, rivals)
 
 
 class FakeVectors:
@@ -264,7 +265,41 @@ class FakeVectors:
             self.num_open -= 1
 
 
+class FakeWeights:
+    """Of a folder; one with a file "fails_once" is refused, loses that file, and leaves the weights
+    incomplete. `read` tells the folder, and the rank in the group of the trainer."""
+
+    def __init__(self) -> None:
+        self.folder, self.rank = "", 0
+        self.refusal: MinisglError | None = None
+
+    async def update_from_files(self, folder: str, **_: object) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            (Path(folder) / "fails_once").unlink()
+            self._refuse("weights_incomplete")
+            raise CallerError("The files are broken.")
+        self.folder, self.refusal = folder, None
+        return "1"
+
+    async def sleep(self, level: int, in_flight: str) -> None:
+        self._refuse("asleep")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self._refuse("weights_incomplete")
+
+    async def join_group(self, address: Any) -> None:
+        self.rank = address.rank_offset
+
+    async def read(self, name: str, num_rows: int) -> list[Any]:
+        return [self.folder, self.rank]
+
+    def _refuse(self, code: str) -> None:
+        self.refusal = MinisglError("The weights are not there.")
+        self.refusal.code, self.refusal.http_status = code, 503
+
+
 class FakeEngine:
+    config = SimpleNamespace(num_ranks=2, device="cpu")
     model_name = "fake"
     vocab_size = VOCAB_SIZE
     tokenizer = FakeTokenizer()
@@ -295,6 +330,7 @@ class FakeEngine:
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.vectors = FakeVectors(self, task)
         self.adapters = FakeAdapters((name, FakeAdapter(name)) for name in adapters)
+        self.weights = FakeWeights()
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
         self.running: dict[str, FakeStream] = {}
@@ -354,6 +390,8 @@ class FakeEngine:
     ) -> FakeStream:
         if self.failure is not None or self.draining:
             raise EngineStoppedError("The engine takes no more work.")
+        if self.weights.refusal is not None:
+            raise self.weights.refusal
         wanted = len(prompt_token_ids) + (params.max_tokens or 0)
         if wanted > self.capacity.max_seq_len or len(prompt_token_ids) == self.capacity.max_seq_len:
             raise ContextLengthError(

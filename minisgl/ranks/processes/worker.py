@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 import torch
 
+from minisgl.distributed.addresses import GroupAddress
 from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.distributed.weight_group import GroupAddress
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
@@ -231,10 +231,14 @@ CALLS: Mapping[str, Callable[..., object]] = {
         msgspec.convert(address, GroupAddress)
     ),
     "leave_group": lambda runner, name: _weights(runner).leave(name),
-    "receive_weights": lambda runner, name, infos: _weights(runner).take_group(
-        name, msgspec.convert(infos, list[TensorInfo])
+    "receive_weights": lambda runner, name, infos, packed: _weights(runner).take_group(
+        name, msgspec.convert(infos, list[TensorInfo]), packed
     ),
     "end_weights": lambda runner: _weights(runner).end(),
+    "sleep": lambda runner, drops_weights: _weights(runner).sleep(drops_weights),
+    "wake": lambda runner, tags: _weights(runner).wake(tags),
+    "capture": lambda runner: _weights(runner).capture(),
+    "read_weights": lambda runner, name, num_rows: _weights(runner).read(name, num_rows),
 }
 
 

@@ -48,6 +48,8 @@ async def health(service: Service, request: Request) -> Response:
 async def ready(service: Service, request: Request) -> Response:
     """Whether a request that comes now would be taken."""
     answer = await health(service, request)
+    if (refusal := service.state.engine().weights.refusal) is not None:
+        raise refusal
     num_queued = service.state.engine().stats().num_queued
     if num_queued >= service.state.options.max_queued_requests:
         raise NotReadyError("queue_full", f"The queue is full: {num_queued} requests wait.")

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.errors import CallerError, CheckpointError, InvalidRequestError
+from minisgl.distributed.addresses import GroupAddress
+from minisgl.errors import CallerError, CheckpointError, ConfigError, InvalidRequestError
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.models.refilling import TensorInfo
 
 # What becomes of requests that have begun, by the words of SGLang and vLLM.
 _MODES = {
@@ -26,7 +30,7 @@ _MODES = {
     "retract": "recompute",
     "abort": "abort",
 }
-_GROUP = "weight_update_group"
+GROUP = "weight_update_group"
 A = TypeVar("A")
 
 
@@ -37,6 +41,10 @@ class Done(Struct):
 
 class WorldSize(Struct):
     world_size: int
+
+
+class Sleeping(Struct):
+    is_sleeping: bool
 
 
 class PauseGeneration(Struct):
@@ -58,7 +66,7 @@ class UpdateFromDisk(Update, kw_only=True):
 
 
 class LeaveGroup(Struct, kw_only=True):
-    group_name: str = _GROUP
+    group_name: str = GROUP
     """The name of the group. Example: `"policy"`"""
 
 
@@ -76,7 +84,7 @@ class JoinGroup(LeaveGroup, kw_only=True):
 
 
 class UpdateFromGroup(Update, kw_only=True):
-    group_name: str = _GROUP
+    group_name: str = GROUP
     """The name of the group. Example: `"policy"`"""
     names: list[str]
     """The tensors that the trainer sends now, in this order. Example: `["model.norm.weight"]`"""
@@ -86,16 +94,23 @@ class UpdateFromGroup(Update, kw_only=True):
     """Their shapes. Example: `[[1024]]`"""
 
 
+class ReadWeight(Struct, kw_only=True):
+    name: str
+    """The name of a tensor in a checkpoint. Example: `"model.norm.weight"`"""
+    truncate_size: int = 100
+    """The most rows of it. Example: `10`"""
+
+
 Handler = Callable[[Service, A], Awaitable[Response]]
 
 
-def _told(handler: Handler[A]) -> Handler[A]:
+def told(handler: Handler[A]) -> Handler[A]:
     """What is wrong with weights is the caller's to hear."""
 
     async def answered(service: Service, asked: A) -> Response:
         try:
             return await handler(service, asked)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             raise CallerError(str(error)) from error
 
     return answered
@@ -110,11 +125,14 @@ async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> R
 
 
 async def _pause(service: Service, mode: str) -> Response:
+    await service.state.engine().weights.pause(_mode(mode))
+    return json_response(Done("The engine is paused."))
+
+
+def _mode(mode: str) -> Any:
     if mode not in _MODES:
         raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
-    in_flight: Any = _MODES[mode]
-    await service.state.engine().weights.pause(in_flight)
-    return json_response(Done("The engine is paused."))
+    return _MODES[mode]
 
 
 async def resume(service: Service, request: Request) -> Response:
@@ -122,14 +140,28 @@ async def resume(service: Service, request: Request) -> Response:
     return json_response(Done("The engine goes on."))
 
 
+async def sleep(service: Service, request: Request) -> Response:
+    level = request.query_params.get("level", "1")
+    in_flight = _mode(request.query_params.get("mode", "recompute"))
+    await service.state.engine().weights.sleep(int(level) if level in ("1", "2") else 0, in_flight)
+    return json_response(Done("The model is asleep."))
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    await service.state.engine().weights.wake(request.query_params.getlist("tags"))
+    return json_response(Done("What was to wake up is awake."))
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    return json_response(Sleeping(service.state.engine().weights.is_asleep))
+
+
 async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
     body, weights = asked.body, asked.engine.weights
-    return _updated(await weights.update_from_files(body.model_path, **_options(body)))
+    return updated(await weights.update_from_files(body.model_path, **_options(body)))
 
 
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
-    from minisgl.distributed.weight_group import GroupAddress
-
     await asked.engine.weights.join_group(GroupAddress(**structs.asdict(asked.body)))
     return json_response(Done(f"The group {asked.body.group_name} was joined."))
 
@@ -140,22 +172,27 @@ async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
 
 
 async def update_from_group(service: Service, asked: Asked[UpdateFromGroup]) -> Response:
+    body, weights = asked.body, asked.engine.weights
+    infos = infos_of(body.names, body.dtypes, body.shapes)
+    return updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
+
+
+def infos_of(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], dtypes_name: str = "dtypes"
+) -> list[TensorInfo]:
+    """What is said of tensors. Raises InvalidRequestError."""
     from minisgl.models.filling import DTYPES
     from minisgl.models.refilling import TensorInfo
 
-    body = asked.body
-    if not len(body.names) == len(body.dtypes) == len(body.shapes):
-        raise InvalidRequestError("names", "allowed: as many names as dtypes and shapes.")
+    if not len(names) == len(dtypes) == len(shapes):
+        raise InvalidRequestError("names", f"allowed: as many names as {dtypes_name} and shapes.")
     named = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-    for dtype in body.dtypes:
+    for dtype in dtypes:
         if dtype not in named:
             raise InvalidRequestError(
-                "dtypes", f"{dtype:.80} is none; allowed: {', '.join(named)}."
+                dtypes_name, f"{dtype:.80} is none; allowed: {', '.join(named)}."
             )
-    dtypes = [named[dtype] for dtype in body.dtypes]
-    infos = [*map(TensorInfo, body.names, dtypes, body.shapes)]
-    weights = asked.engine.weights
-    return _updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
+    return [*map(TensorInfo, names, (named[dtype] for dtype in dtypes), shapes)]
 
 
 def _options(body: Update) -> dict[str, Any]:
@@ -163,8 +200,15 @@ def _options(body: Update) -> dict[str, Any]:
     return {"version": body.weight_version, "in_flight": in_flight}
 
 
-def _updated(version: str) -> Response:
+def updated(version: str) -> Response:
     return json_response(Done(f"The weights have the version {version}."))
+
+
+async def read_weight(service: Service, asked: Asked[ReadWeight]) -> Response:
+    body = asked.body
+    if body.truncate_size < 1:
+        raise InvalidRequestError("truncate_size", "allowed: at least 1.")
+    return json_response(await asked.engine.weights.read(body.name, body.truncate_size))
 
 
 async def reset_cache(service: Service, request: Request) -> Response:
@@ -176,19 +220,19 @@ async def world_size(service: Service, request: Request) -> Response:
     return json_response(WorldSize(service.state.engine().config.num_ranks))
 
 
-_admins = partial(Endpoint, answer=Done, is_for_admin=True)
+admins = partial(Endpoint, answer=Done, is_for_admin=True)
 ENDPOINTS = (
-    _admins(
+    admins(
         "/update_weights_from_disk",
         "Replace the weights by those of a folder.",
-        _told(update_from_disk),
+        told(update_from_disk),
         UpdateFromDisk,
         example={"model_path": "/models/step-10"},
     ),
-    _admins(
+    admins(
         "/init_weights_update_group",
         "Join a group in which a trainer sends weights.",
-        _told(join_group),
+        told(join_group),
         JoinGroup,
         example={
             "master_address": "127.0.0.1",
@@ -197,18 +241,29 @@ ENDPOINTS = (
             "world_size": 2,
         },
     ),
-    _admins(
+    admins(
         "/update_weights_from_distributed",
         "Replace weights by those that the trainer of a group sends now.",
-        _told(update_from_group),
+        told(update_from_group),
         UpdateFromGroup,
         example={"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1024]]},
     ),
-    _admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
-    _admins("/pause", "Compute nothing, and let requests wait.", pause),
-    _admins("/resume", "Go on.", resume),
-    _admins("/pause_generation", "The same as /pause.", pause_generation, PauseGeneration),
-    _admins("/continue_generation", "The same as /resume.", resume),
-    _admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
-    _admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
+    admins(
+        "/get_weights_by_name",
+        "The first rows of a tensor.",
+        told(read_weight),
+        ReadWeight,
+        answer=None,
+        example={"name": "model.norm.weight", "truncate_size": 10},
+    ),
+    admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
+    admins("/pause", "Compute nothing, and let requests wait.", pause),
+    admins("/resume", "Go on.", resume),
+    admins("/pause_generation", "The same as /pause.", pause_generation, PauseGeneration),
+    admins("/continue_generation", "The same as /resume.", resume),
+    admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
+    admins("/sleep", "Give the memory of weights and KV cache back.", told(sleep)),
+    admins("/wake_up", "Take it again.", wake_up),
+    admins("/is_sleeping", "Whether it is.", is_sleeping, answer=Sleeping, method="GET"),
+    admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
 )

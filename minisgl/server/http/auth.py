@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.types import Scope
 
@@ -48,11 +51,15 @@ def check_admin(scope: Scope, key: str) -> None:
 
 
 def _given_keys(scope: Scope) -> list[bytes]:
-    """The keys that a request has: as bearer token, and as clients of Anthropic's API send it."""
+    """The keys that a request has: as bearer token, as the password of a URL, and as clients of
+    Anthropic's API send it."""
     headers = dict(scope["headers"])
     # The case of a scheme's name does not matter (RFC 9110, 11.1).
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     keys = [token] if scheme.lower() == b"bearer" else []
+    if scheme.lower() == b"basic":
+        with suppress(binascii.Error):
+            keys.append(base64.b64decode(token).partition(b":")[2])
     return [*keys, headers[b"x-api-key"]] if b"x-api-key" in headers else keys
 
 

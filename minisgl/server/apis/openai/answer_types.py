@@ -38,7 +38,7 @@ class Usage(Struct):
 
 class PromptToken(Struct):
     logprob: float
-    rank: int | None  # 1 for the likeliest; null for a prompt token that is not among the requested
+    rank: int  # 1 for the likeliest of all tokens
     decoded_token: str
 
 

@@ -1,0 +1,125 @@
+"""Gives the memory of a rank's weights and KV cache back while the engine sleeps.
+
+When it wakes, they are at other addresses, so its steps are captured again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.state import LayerState, distinct
+from minisgl.device.lanes import Lanes
+from minisgl.device.storages import Storages
+from minisgl.errors import DeviceMemoryError, in_one_line
+
+# Where the classes are whose objects have weights, or what kernels have made of them.
+_OWNERS = (
+    "minisgl.drafting.",
+    "minisgl.kernels.linear.",
+    "minisgl.kernels.moe.",
+    "minisgl.kernels.residual",
+    "minisgl.layers.",
+    "minisgl.models.",
+)
+
+
+class Sleep:
+    """What a rank gives back: weights, by the tag "weights", and caches, by "kv_cache"."""
+
+    def __init__(
+        self,
+        models: Sequence[object],
+        states: Sequence[LayerState],
+        lanes: Lanes,
+        capture: Callable[[bool], None],
+    ) -> None:
+        """models: with the weights. states: what layers keep between steps. capture: captures the
+        steps again if it is given True, else forgets them."""
+        self._models, self._lanes, self._capture = models, lanes, capture
+        self._states = states  # the runner's list, which it clears when it is closed
+        self._asleep: dict[str, Storages] = {}
+        self._is_captured = True
+
+    def release(self, dropped: Collection[int]) -> None:
+        """Give all memory back. dropped: addresses of storages of weights whose numbers are not
+        kept on the host. Raises DeviceMemoryError if that has no room, and has released nothing."""
+        if self._asleep:
+            return
+        self._lanes.synchronize()
+        self._capture(False)
+        self._is_captured = False
+        device = self._lanes.device
+        caches = (each for state in distinct(self._states) for each in state.tensors)
+        self._asleep = {
+            "weights": Storages(tensors_in(self._models), device),
+            "kv_cache": Storages(caches, device),
+        }
+        try:
+            self._asleep["weights"].release(lambda address: address not in dropped)
+            self._asleep["kv_cache"].release(lambda address: False)
+        except RuntimeError as error:
+            self.restore(("weights", "kv_cache"))
+            reason = f"The host has no room for the weights: {in_one_line(error)}"
+            raise DeviceMemoryError(reason) from error
+        self._free()
+
+    def restore(self, tags: Collection[str]) -> None:
+        """Take the memory of these again. Raises DeviceMemoryError if there is too little; then it
+        may be asked for again."""
+        try:
+            for tag in tags:
+                if tag in self._asleep:
+                    self._asleep[tag].restore()
+                    del self._asleep[tag]
+        except torch.OutOfMemoryError as error:
+            self._free()
+            reason = "Too little memory of the device is free to wake up; end what else uses it."
+            raise DeviceMemoryError(reason) from error
+        self._lanes.synchronize()
+
+    def capture(self) -> None:
+        """Capture steps again if all memory is there. All ranks call this together."""
+        if not (self._asleep or self._is_captured):
+            self._capture(True)
+            self._is_captured = True
+
+    def _free(self) -> None:
+        """Hand memory that torch holds unused to the device."""
+        self._lanes.synchronize()
+        gc.collect()
+        if self._lanes.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def tensors_in(roots: Sequence[object]) -> Iterator[Tensor]:
+    """All tensors of models, also those that their kernels keep beside the parameters."""
+    seen, left = set[int](), [*roots]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            left += value
+        elif isinstance(value, nn.Module) or type(value).__module__.startswith(_OWNERS):
+            left += _attributes(value)
+
+
+def _attributes(value: object) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield getattr(value, name)
+    product = getattr(value, "product", None)
+    if (plain := getattr(product, "plain", None)) is not None:  # behind adapters, which stay
+        yield plain
