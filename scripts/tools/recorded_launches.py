@@ -28,7 +28,7 @@ from minisgl.kernels.adapters import allocate
 from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kernels.hardware import has_fp8_products
-from minisgl.kernels.linear.epilogue import Epilogue
+from minisgl.kernels.linear.epilogue import Epilogue, FusedNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
@@ -219,6 +219,8 @@ def _adapt() -> None:
             y = torch.zeros((m, sum(widths)), dtype=dtype, device=GPU)
             delta = shrink_kernel.shrink(x, weights, rows)
             expand_kernel.expand(y, delta)
+            squares = torch.zeros((m, hidden // 64), dtype=torch.float32, device=GPU)
+            shrink_kernel.shrink_norm(x, FusedNorm(x[0], 1e-6, squares), weights, rows)
             if m <= 64:
                 room = allocate_workspace([w.shape], m, GPU)
                 epilogue = Epilogue(gated=gated, residual=y if adds else None, delta=delta)

@@ -1,7 +1,7 @@
 """What the kernels of GEMMs do for adapters: v Bᵀ of a tile of sums.
 
 All of it but v is older than the GEMM's wait. So a program finds out before it which B its rows
-take, and has them fetched into L2 beside its W.
+take, loads those of the first adapters, and has the others fetched into L2 beside its W.
 """
 
 from __future__ import annotations
