@@ -177,6 +177,7 @@ class SamplingParams:
     # 0: of the sampled token; n: also of the n likeliest
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
     prompt_logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
+    return_routed_experts: bool = False  # the experts that each token takes in each layer
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None  # the tokens that would violate it are masked
 
@@ -246,6 +247,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
+
+    @property
+    def computes_prompt(self) -> bool:
+        """True if rows of the whole prompt are asked for, which no cache has."""
+        return self.prompt_logprobs is not None or self.return_routed_experts
 
     def for_choice(self, k: int) -> SamplingParams:
         """The parameters of answer k to a prompt, which has a seed of its own. Answer 0 keeps this
@@ -515,6 +521,8 @@ class RequestOutput:
     # Of a conversation, whose text has neither; None and empty for a model without their formats.
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    # [tokens of prompt and output but the last, layers, experts] int16 of NumPy, if requested.
+    routed_experts: Any = None
     # The versions of the weights that have sampled the tokens, each with its first token, once
     # weights were replaced.
     weight_versions: Sequence[tuple[int, str]] = ()
@@ -550,3 +558,4 @@ class OutputDelta:
     # In all: guesses of output tokens that were verified, and those that became output tokens.
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    routed_experts: bytes = b""  # only of the last delta: as of RequestOutput, in C order

@@ -213,6 +213,12 @@ class EngineConfig:
         "logits take twice the memory, and on a CPU each step converts the weights of the head).",
         choices=("auto", "float32"),
     )
+    return_routed_experts: bool = training_option(
+        False,
+        "Let requests ask for the experts that each of their tokens takes, whose prompts are then "
+        "computed without the prefix cache. Steps take a small copy more in each such layer.",
+        names=("--return-routed-experts", "--enable-return-routed-experts"),
+    )
     speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from minisgl.attention.backends import make_attention, make_captured_attention
 from minisgl.attention.base import Attention, AttentionShape, HostPlanned
@@ -32,6 +33,7 @@ from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
+from minisgl.parts.experts.device import note_experts
 from minisgl.parts.images.device import DeviceImages, load_images
 from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
@@ -127,7 +129,7 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
-    if config.head_dtype == "float32" != config.dtype:
+    if config.head_dtype != config.dtype:
         widen_head(model)
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
@@ -153,12 +155,25 @@ def load_runner(
         )
         if images.seeing is not None:
             weights = replace(weights, model=images.seeing)
-    memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
     keys = graph_keys(config, turns=images is not None and images.offsets is not None)
+    routed = None
+    if (shape := config.routed_shape(setup.facts)) is not None:
+        most = config.max_running_requests + config.max_prefill_length
+        most = max([most, *(key.shape.num_rows for key in keys)])
+        routed = note_experts(model, most, shape, lanes.device)
+    memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(
-        config, setup.model.vocab_size, place, weights, *attention, adapters, images, refilling
+        config,
+        setup.model.vocab_size,
+        place,
+        weights,
+        *attention,
+        adapters,
+        images,
+        routed,
+        refilling,
     )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
@@ -292,6 +307,7 @@ class _RunnerMaker:
     captured_attention: Attention
     adapters: DeviceAdapters | None
     images: DeviceImages | None
+    routed: Tensor | None  # the experts of the rows of a step; None where layers note none
     refilling: Refilling
 
     def states(self, capacity: Capacity) -> list[LayerState]:
@@ -335,6 +351,7 @@ class _RunnerMaker:
             computation.tables.order.rank,
             self.adapters,
             self.images,
+            self.routed,
         )
         runner = ModelRunner(
             computation,

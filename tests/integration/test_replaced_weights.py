@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.draft_networks import hybrid
+from support.parity import load_engine
 from support.ports import free_port
 from support.replaced_weights import (
     GREEDY,
@@ -17,6 +19,7 @@ from support.replaced_weights import (
     PROMPTS,
     answers,
     answers_of,
+    check_memory,
     check_replaced,
     check_slept,
     ended,
@@ -42,10 +45,12 @@ from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.refilling import TensorInfo
 from minisgl.parts.weights.host import versions_of
 
+WIDE_HEAD = {"dtype": "bfloat16", "head_dtype": "float32"}
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, WIDE_HEAD], ids=str)
 def test_answers_are_those_of_an_engine_that_was_loaded_with_the_weights(
-    options: dict[str, int],
+    options: dict[str, Any],
 ) -> None:
     check_replaced(**options)
 
@@ -53,6 +58,28 @@ def test_answers_are_those_of_an_engine_that_was_loaded_with_the_weights(
 @pytest.mark.parametrize("options", [{"padded": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_an_engine_that_has_slept_answers_as_before(options: dict[str, int]) -> None:
     check_slept(**options)
+
+
+def test_states_and_the_network_that_drafts_sleep_too() -> None:
+    prompt = [*range(1, 10)] * 5
+
+    async def run() -> None:
+        folder = hybrid("Qwen3_5ForCausalLM")[1]
+        async with AsyncEngine(load_engine(folder, page_size=4, speculative="mtp")) as engine:
+            expected = (await ended(engine, prompt)).output_token_ids
+            num_drafted = engine.stats().drafts
+            for level in (1, 2):
+                await engine.weights.sleep(level)
+                check_memory(engine)
+                await engine.weights.wake()
+                if level == 2:
+                    await engine.weights.update_from_files(str(folder))
+                request = await ended(engine, prompt)
+                assert (request.output_token_ids, request.num_cached_tokens) == (expected, 0)
+            assert num_drafted is not None and (drafts := engine.stats().drafts) is not None
+            assert drafts.num_accepted == 3 * num_drafted.num_accepted
+
+    asyncio.run(run())
 
 
 def test_an_engine_with_a_host_cache_does_not_sleep() -> None:

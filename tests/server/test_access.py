@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from base64 import b64encode
 from typing import Any
 
 import httpx
@@ -60,7 +61,7 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/messages"])
-async def test_a_key_comes_as_bearer_token_or_in_x_api_key(path: str) -> None:
+async def test_a_key_comes_as_bearer_token_as_a_password_or_in_x_api_key(path: str) -> None:
     async with http_client(FakeEngine(), api_key=("secret", "other")) as client:
         for headers, passes in (
             ({"x-api-key": "secret"}, True),
@@ -71,6 +72,9 @@ async def test_a_key_comes_as_bearer_token_or_in_x_api_key(path: str) -> None:
             ({"x-api-key": "Bearer secret"}, False),
             ({"authorization": "secret"}, False),
             ({"authorization": "Basic secret"}, False),
+            ({"authorization": "Basic x"}, False),  # not base64
+            ({"authorization": f"Basic {b64encode(b'name:secret').decode()}"}, True),
+            ({"authorization": f"basic {b64encode(b'secret:').decode()}"}, False),
         ):
             answer = await client.get(path, headers=headers)
             assert (answer.status_code != 401) == passes, headers

@@ -25,10 +25,11 @@ from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
-from minisgl.server.handlers.training import ENDPOINTS
+from minisgl.server.handlers import training, weight_transfer
 
 ADMIN = {"authorization": "Bearer admin"}
 NORM = "model.norm.weight"
+ENDPOINTS = (*training.ENDPOINTS, *weight_transfer.ENDPOINTS)
 
 
 @pytest.fixture(scope="module")

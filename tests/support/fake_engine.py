@@ -204,6 +204,7 @@ class FakeStream:
             logprobs=scored,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish,
+            routed_experts=b"\1\0\2\0" if last and params.return_routed_experts else b"",
         )
 
     @staticmethod

@@ -92,6 +92,7 @@ def check_slept(**options: Any) -> None:
     async def run() -> None:
         async with engine_of(0, **options) as engine:
             assert await answers(engine) == before
+            captured = engine._runner.capacity.max_graph_batch
             params = replace(GREEDY, max_tokens=12)
             stream = engine.submit(PROMPTS[1], params)
             await anext(stream)
@@ -106,6 +107,7 @@ def check_slept(**options: Any) -> None:
             with pytest.raises(AsleepError, match="The weights are asleep"):
                 await engine.weights.update(weights_of(1))
             await engine.weights.wake(["weights"])
+            assert engine._runner.capacity.max_graph_batch == captured
             await stream.wait_finished()
             tokens = stream.request.output_token_ids  # those left are computed as of a prompt
             prompt, params = [*PROMPTS[1], *tokens[:begun]], replace(params, max_tokens=12 - begun)
@@ -139,5 +141,6 @@ def check_memory(engine: AsyncEngine) -> None:
     if isinstance(runner, ModelRunner):
         computation = runner._computation
         caches = [each for state in computation.states for each in state.tensors]
-        for tensor in (*tensors_in([computation._model]), *caches):
+        network = getattr(computation._drafter, "_network", None)
+        for tensor in (*tensors_in([computation._model, network]), *caches):
             assert tensor.untyped_storage().nbytes() == 0

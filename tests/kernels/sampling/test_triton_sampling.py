@@ -320,10 +320,10 @@ class TestFull:
             assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0, step
             batch.output_index.add_(1)
 
-    @pytest.mark.parametrize("vocab_size", [97, 4200])
+    @pytest.mark.parametrize("vocab_size", [97, 9000])
     def test_up_to_128_alternatives_equal_the_reference(self, vocab_size: int) -> None:
-        """4,200 ids are 66 segments, of which 128 alternatives need all."""
-        params = [SamplingParams(temperature=2, logprobs=n) for n in (0, 20, 64, 65, 128)]
+        """Of 9,000 ids, 128 alternatives lie in more segments than a list has."""
+        params = [SamplingParams(temperature=2, logprobs=n) for n in (128, 65, 64, 20, 0)]
         logits = random_logits(5, vocab_size, seed=12, scale=0.5).to(DEVICE)
         logits[3::4] = logits[3::4].round()
         batch = Batch.of(params, 5, logits, scoring=Scoring(most=128))
