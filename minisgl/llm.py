@@ -30,6 +30,7 @@ from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.images.prompt import Prompt as ChatPrompt
 from minisgl.parameters import check_names
+from minisgl.parts.experts.host import experts_of
 from minisgl.parts.scores.host import scores_of
 from minisgl.parts.weights.host import versions_of
 from minisgl.printable import counted
@@ -668,6 +669,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         parsed=_parse(text, request.params.structured),
         reasoning=_reasoning_of(events),
         tool_calls=_calls_of(events),
+        routed_experts=experts_of(request),
         weight_versions=versions_of(request),
     )
 

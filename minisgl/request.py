@@ -17,7 +17,8 @@ from minisgl.printable import counted
 
 E = TypeVar("E", bound="Extra")
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
+DEFAULT_LOGPROBS = 20  # the most without --max-logprobs, as in OpenAI's API
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
@@ -131,7 +132,8 @@ class SamplingParams:
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
     logit_bias, repetition, frequency and presence penalty, masking, temperature,
     top_n_sigma, min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0,
-    the argmax.
+    the argmax. With --logprobs-mode processed_logprobs, logprobs are computed from those left, at
+    temperature 0 from those before temperature; those of prompts stay raw.
 
     top_n_sigma keeps the tokens whose logit is at least max - n·σ (Tang et al., "Top-nσ", arXiv
     2411.07641). As in llama.cpp, σ is the standard deviation of the logits before temperature, so
@@ -175,6 +177,7 @@ class SamplingParams:
     # 0: of the sampled token; n: also of the n likeliest
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
     prompt_logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
+    return_routed_experts: bool = False  # the experts that each token takes in each layer
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None  # the tokens that would violate it are masked
 
@@ -244,6 +247,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
+
+    @property
+    def computes_prompt(self) -> bool:
+        """True if rows of the whole prompt are asked for, which no cache has."""
+        return self.prompt_logprobs is not None or self.return_routed_experts
 
     def for_choice(self, k: int) -> SamplingParams:
         """The parameters of answer k to a prompt, which has a seed of its own. Answer 0 keeps this
@@ -478,10 +486,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs (natural) of a token and of the likeliest tokens, under the raw logits."""
+    """Logprobs (natural) of a token and of the likeliest tokens, by --logprobs-mode."""
 
     token_id: int
     logprob: float
+    rank: int  # its place among all tokens, likeliest first, from 1 on
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
@@ -512,6 +521,8 @@ class RequestOutput:
     # Of a conversation, whose text has neither; None and empty for a model without their formats.
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    # [tokens of prompt and output but the last, layers, experts] int16 of NumPy, if requested.
+    routed_experts: Any = None
     # The versions of the weights that have sampled the tokens, each with its first token, once
     # weights were replaced.
     weight_versions: Sequence[tuple[int, str]] = ()
@@ -547,3 +558,4 @@ class OutputDelta:
     # In all: guesses of output tokens that were verified, and those that became output tokens.
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    routed_experts: bytes = b""  # only of the last delta: as of RequestOutput, in C order

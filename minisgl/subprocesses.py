@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from minisgl.errors import EngineStoppedError, MinisglError
 
 LENGTH = Struct("!Q")  # precedes every message
 MEMORY_BYTES = 1 << 30  # that a task may allocate beyond what its idle process has
+PIPE_BYTES = 1 << 20  # the largest that a user may ask for, if nothing else is set
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 
 
@@ -58,6 +60,10 @@ class Worker:
             process_group=0,  # Ctrl-C must not reach it; killed together with the one it forks
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
+        for pipe in (process.stdin, process.stdout):
+            # Linux only; a user's pipes have a limit together.
+            with contextlib.suppress(AttributeError, OSError):
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[arg-type]
         if self._closed.is_set():  # by another thread in the meantime
             self._signal(process, signal.SIGKILL)
         return process

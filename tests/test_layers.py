@@ -8,6 +8,7 @@ TYPE_CHECKING counts like any other.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
@@ -154,8 +155,13 @@ def module_of(parts: tuple[str, ...]) -> str:
     return names[0] if names else ""
 
 
-def imports(path: Path, name: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+@functools.cache
+def imports(path: Path, name: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Line and dotted name, relative ones made absolute, of everything that a file imports."""
+    return [*imports_of(path, name)]
+
+
+def imports_of(path: Path, name: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -107,6 +107,7 @@ def test_outputs_and_prompts_have_the_requested_logprobs(llm: LLM) -> None:
     assert [entry.token_id for entry in output.logprobs] == output.token_ids
     for entry in output.logprobs:
         assert len(entry.top) == 3 and entry.top[0] == (entry.token_id, entry.logprob)
+        assert entry.rank == 1
     assert output.prompt_logprobs[0] is None
     assert [e.token_id for e in output.prompt_logprobs[1:] if e is not None] == [2, 3]
     [scored] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=0, prompt_logprobs=1))

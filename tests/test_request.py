@@ -53,7 +53,7 @@ from minisgl.request import (
         ("repetition_penalty", math.inf),
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
-        ("logprobs", 21),
+        ("logprobs", 129),
         ("prompt_logprobs", -1),
         ("stop", ("",)),
         ("stop", ("x",) * 17),

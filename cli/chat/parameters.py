@@ -16,8 +16,8 @@ from minisgl.request import SamplingParams
 
 from .text_format import aligned, did_you_mean, shortened
 
-# The chat does not display the first two, and has a command for the third.
-NOT_SHOWN = ("logprobs", "prompt_logprobs", "structured")
+# The chat does not display the first three, and has a command for the last.
+NOT_SHOWN = ("logprobs", "prompt_logprobs", "return_routed_experts", "structured")
 NAMES = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in NOT_SHOWN)
 FLAGS = frozenset(spec.name for spec in fields(SamplingParams) if isinstance(spec.default, bool))
 # Fields of a request that the chat sets itself, or whose results it does not display.

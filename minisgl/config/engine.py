@@ -10,6 +10,7 @@ from functools import partial
 from minisgl.config.facts import DTYPES, MAX_SEQ_LEN
 from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
 from minisgl.errors import ConfigError, one_of
+from minisgl.request import DEFAULT_LOGPROBS, MAX_LOGPROBS
 
 QUANTIZATIONS = ("fp8",)
 TASKS = ("generate", "embed", "rerank")
@@ -23,6 +24,7 @@ model_option = partial(option, group="Model")
 parallel_option = partial(option, group="Parallelism")
 memory_option = partial(option, group="Memory")
 scheduling_option = partial(option, group="Scheduling")
+training_option = partial(option, group="Training")
 draft_option = partial(option, group="Speculation")
 adapter_option = partial(option, group="Adapters")
 image_option = partial(option, group="Images")
@@ -194,6 +196,29 @@ class EngineConfig:
         "Seconds that a step may take longer than ones like it before the engine fails; a third of "
         "it makes /health say so.",
     )
+    max_logprobs: int = training_option(
+        DEFAULT_LOGPROBS,
+        f"Most alternatives that a request may ask for with each logprob, up to {MAX_LOGPROBS}.",
+    )
+    logprobs_mode: str = training_option(
+        "raw_logprobs",
+        "Of sampled tokens: raw_logprobs (of the model's logits) or processed_logprobs (of what a "
+        "token is drawn from: after bias, penalties, masks, temperature and filters, which "
+        "takes longer with top_p).",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
+    head_dtype: str = training_option(
+        "auto",
+        "Numbers of the logits: auto (those of --dtype) or float32 (of the same weights; the "
+        "logits take twice the memory, and on a CPU each step converts the weights of the head).",
+        choices=("auto", "float32"),
+    )
+    return_routed_experts: bool = training_option(
+        False,
+        "Let requests ask for the experts that each of their tokens takes, whose prompts are then "
+        "computed without the prefix cache. Steps take a small copy more in each such layer.",
+        names=("--return-routed-experts", "--enable-return-routed-experts"),
+    )
     speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "
@@ -276,6 +301,8 @@ class EngineConfig:
             refuse(self, "schedule_conservativeness", "allowed: a number above 0")
         if not 0 < self.key_share <= 1:
             refuse(self, "key_share", "allowed: above 0 and at most 1")
+        if not DEFAULT_LOGPROBS <= self.max_logprobs <= MAX_LOGPROBS:
+            refuse(self, "max_logprobs", f"allowed: {DEFAULT_LOGPROBS} to {MAX_LOGPROBS}")
         if not self.step_timeout > 0:
             refuse(self, "step_timeout", "allowed: a number above 0, or inf")
         if self.speculative == "":

@@ -62,6 +62,7 @@ class OtherSpellings(TypedDict, total=False):
     pp_size: int
     enable_expert_parallel: bool
     gpu_memory_utilization: float
+    enable_return_routed_experts: bool
     cache: Literal["radix", "naive"]
     attention_backend: str
 
@@ -107,6 +108,10 @@ class EngineOptions(OtherSpellings, total=False):
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    max_logprobs: int
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    head_dtype: Literal["auto", "float32"]
+    return_routed_experts: bool
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

@@ -88,6 +88,10 @@ class ResolvedConfig:
     schedule_conservativeness: float
     key_share: float
     step_timeout: float
+    max_logprobs: int
+    logprobs_mode: str
+    head_dtype: str  # of the logits
+    return_routed_experts: bool
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right
@@ -117,6 +121,12 @@ class ResolvedConfig:
         """Those of whose KV cache a page in another memory has a part. What windowed layers have
         of their own is beside it."""
         return [spec for spec in layers if self.windows is None or not self.windows.has(spec)]
+
+    def routed_shape(self, model: ModelFacts) -> tuple[int, int] | None:
+        """The layers with experts, and how many a row takes in each, if layers note which."""
+        if not self.return_routed_experts or model.experts is None:
+            return None
+        return model.experts.num_layers, model.experts.num_chosen
 
     @property
     def num_ranks(self) -> int:
@@ -198,6 +208,7 @@ def resolve(
     if config.dp_attention:
         model = replace(model, divides_heads=False)
     _check_ep(config, model)
+    _check_routed(config, model)
     _check_tp(config, model, device)
     _check_pp(config, model, device)
     dtype = _resolve_dtype(config, model, notes)
@@ -237,6 +248,7 @@ def resolve(
         "disk_cache_bytes": int(config.disk_cache_gb * GB),
         "speculative": config.speculative or "",
         "num_drafts": _resolve_drafts(config, model),
+        "head_dtype": dtype if config.head_dtype == "auto" else config.head_dtype,
         "draft_acceptance": -1.0 if config.draft_acceptance is None else config.draft_acceptance,
         "adapters": tuple(config.adapters.items()),
         "max_loras": config.max_loras or min(len(config.lora), DEFAULT_LORAS),
@@ -313,6 +325,18 @@ def _may_divide_requests(config: EngineConfig, model: ModelFacts, num_ranks: int
     decodes = config.task not in ("embed", "rerank")
     beside = config.parallel == "heads" or config.speculative is not None
     return decodes and not beside and not has_windows and config.max_running_requests >= num_ranks
+
+
+def _check_routed(config: EngineConfig, model: ModelFacts) -> None:
+    """Raise ConfigError where rank 0 cannot tell which experts a token takes."""
+    if not config.return_routed_experts:
+        return
+    if model.experts is None:
+        reason = "this model has no experts; allowed: models with experts"
+        refuse(config, "return_routed_experts", reason)
+    if config.pp > 1 or config.dp_attention or config.speculative is not None:
+        reason = "allowed: without --pp, --dp-attention and --speculative"
+        refuse(config, "return_routed_experts", reason)
 
 
 def _check_ep(config: EngineConfig, model: ModelFacts) -> None:

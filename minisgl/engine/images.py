@@ -51,7 +51,7 @@ class Images:
         tokenizer: Tokenizer,
         support: ImageSupport,
         fetcher: Fetcher,
-        make_processor: Callable[[Path], ImageProcessor] = ImageProcessor,
+        make_processor: Callable[[Path], ImageProcessor] | None = None,
     ) -> None:
         self._texts = texts
         self._tokenizer = tokenizer
@@ -63,7 +63,8 @@ class Images:
         self._placeholder: Placeholder | None = None
         self._line: WorkQueue[ImageProcessor] | None = None
         if support.folder is not None:
-            self._line = WorkQueue(partial(make_processor, support.folder), NUM_PROCESSES)
+            make = make_processor or partial(ImageProcessor, dtype=support.dtype)
+            self._line = WorkQueue(partial(make, support.folder), NUM_PROCESSES)
         self._ends: list[Future[None]] = []  # of threads
         self._warming: asyncio.Future[list[None]] | None = None
 

@@ -116,7 +116,11 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
         hidden_size=setup.model.hidden_size,
         adapters=runner.adapters,
         weights=runner.weights,
-        images=ImageSupport.of(folder, blind=setup.sight if isinstance(setup.sight, str) else ""),
+        images=ImageSupport.of(
+            folder,
+            blind=setup.sight if isinstance(setup.sight, str) else "",
+            dtype=resolved.dtype,
+        ),
         sight=setup.sight,
     )
 
@@ -144,6 +148,8 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             config.task,
             config.max_loras,
             config.image_rows,
+            max_logprobs=config.max_logprobs,
+            routed=config.routed_shape(loaded.model),
             **_of_images(loaded.sight, config),
         ),
     )

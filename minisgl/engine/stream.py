@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.events import Event, joined
+from minisgl.parts.experts.host import experts_of
 from minisgl.parts.scores.host import scores_of
 from minisgl.request import FinishReason, OutputDelta, Request
 from minisgl.text.detokenizer import Detokenizer
@@ -88,6 +89,7 @@ class OutputStream:
         if request.finish_reason is FinishReason.STOP and stopped_by is None:
             last = request.token_ids[-1]
             stop_reason = last if last in request.stop_token_ids else None  # None: by its matcher
+        experts = experts_of(request) if request.finished else None
         return OutputDelta(
             token_ids=token_ids,
             text=text,
@@ -103,4 +105,5 @@ class OutputStream:
             num_reasoning_tokens=num_reasoning,
             num_drafted_tokens=request.num_drafted_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
+            routed_experts=b"" if experts is None else experts.tobytes(),
         )

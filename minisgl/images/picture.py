@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+BFLOAT16 = np.dtype("V2")  # as what NumPy, which does not have it, holds its bits
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Picture:

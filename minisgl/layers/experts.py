@@ -106,6 +106,8 @@ class FusedExperts(nn.Module):
             part = weight[: self.own.size] if num_more else weight
             self.register_parameter(name, parameter(part))
         self._comm = comm
+        # [rows, top_k] int16: where the experts of the rows of a step are noted; None: nowhere.
+        self.noted: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -124,6 +126,7 @@ class FusedExperts(nn.Module):
     def summand(self, x: Tensor, choice: Choice, rows: Rows | None) -> Tensor:
         """This rank's summand of the weighted sum over each row's chosen experts. x: [num_rows,
         hidden_size]; returns a new tensor like x."""
+        choice = self._with_note(choice)
         if self.own.size < self.num_experts:
             choice = select_experts.choose_of(choice, self.own)
         return select_experts.weighted_sum(self.product, x, choice, rows)
@@ -139,9 +142,20 @@ class FusedExperts(nn.Module):
         x and stream: [num_rows, hidden_size].
         """
         if self._comm.size == 1:
+            choice = self._with_note(choice)
             return select_experts.add_weighted_sum(self.product, x, choice, stream, rows)
         summand = self.summand(x, choice, rows)
         return Residual(stream, pending=partial(self._comm.all_reduce_norm, summand))
+
+    def _with_note(self, choice: Choice) -> Choice:
+        """The same choice, which is made and noted now where something asks for that. An expert
+        that all rows take comes last, and is not noted."""
+        if self.noted is None:
+            return choice
+        chosen = select_experts.choose(choice)
+        experts = chosen.experts[:, : self.noted.shape[1]]
+        self.noted[: len(experts)].copy_(experts)
+        return chosen
 
 
 class SparseMoeBlock(nn.Module):

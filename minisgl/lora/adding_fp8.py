@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from minisgl.kernels.adapters import AdaptedRows, AdapterWeights
+from minisgl.kernels.adapters import AdaptedRows, AdapterWeights, Delta
 from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct
 from minisgl.kernels.lora.select_kernels import AdapterKernels
 from minisgl.kernels.residual import PendingNorm
@@ -33,6 +33,11 @@ class AddingFp8(Adding):
 
     def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
         return self._gemm(x) if self._fp8.fuses(len(x)) else super().__call__(x, rows)
+
+    def add(self, x: Tensor, delta: Delta, rows: Rows | None) -> Tensor:
+        if not self._fp8.fuses(len(x)):
+            return super().add(x, delta, rows)
+        return self._fp8.gemm(self._fp8.rounded_rows(x), delta=delta)
 
     def send(self, x: Tensor, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
         if not self._fp8.fuses(len(x)):

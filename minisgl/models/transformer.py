@@ -147,11 +147,11 @@ class CausalLM(nn.Module):
             if self.is_last and not self.is_tied:
                 head = {"lm_head": self.vocab}
                 self.lm_head = Linear(whole(hidden_size), head, WeightFormat(dtype))
-        self._head: Product | None = None
+        self.head: Product | None = None
         if self.lm_head is not None:
-            self._head = self.lm_head.product
+            self.head = self.lm_head.product
         elif self.is_last and self.embed_tokens is not None:
-            self._head = DenseProduct(self.embed_tokens.weight)
+            self.head = DenseProduct(self.embed_tokens.weight)
         select_product.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
         self.rotary_tables = rotary_tables(config, layers, max_seq_len, device)
@@ -185,8 +185,8 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The rank's part of the logits: [n, vocab.size]."""
-        assert self._head is not None
-        return self._head(hidden)
+        assert self.head is not None
+        return self.head(hidden)
 
     def layer_specs(self, kv_dtype: str) -> Sequence[LayerSpec]:
         """What each layer keeps between steps, with the KV cache in `kv_dtype`."""
@@ -209,5 +209,5 @@ class CausalLM(nn.Module):
             linear.register_weights()
 
     def _products(self) -> list[Product]:
-        head = [] if self._head is None else [self._head]
+        head = [] if self.head is None else [self.head]
         return [*(linear.product for linear in linears_in(self.layers)), *head]

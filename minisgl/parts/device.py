@@ -14,6 +14,8 @@ from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.copies.device import CopyStep
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.device_part import DeviceParts, StepPart
+from minisgl.parts.experts.device import ExpertStep
+from minisgl.parts.experts.host import ExpertPlan
 from minisgl.parts.images.device import DeviceImages, ImageStep
 from minisgl.parts.images.host import ImagePlan
 from minisgl.parts.masks.device import MaskStep
@@ -35,10 +37,12 @@ def device_parts(
     rank: int,
     adapters: DeviceAdapters | None,
     images: DeviceImages | None,
+    experts: Tensor | None,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
     copies: None without a host cache. rank: this one, of those that divide the requests. adapters:
-    None without any. images: None for a model that takes none."""
+    None without any. images: None for a model that takes none. experts: of note_experts; None where
+    layers note none."""
     parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
         ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
@@ -50,4 +54,6 @@ def device_parts(
         parts[AdapterPlan] = partial(AdapterStep, adapters)
     if images is not None:
         parts[ImagePlan] = partial(ImageStep, images)
+    if experts is not None:
+        parts[ExpertPlan] = partial(ExpertStep, lanes, experts)
     return parts

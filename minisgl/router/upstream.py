@@ -9,10 +9,9 @@ the replica ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.router.exchange import EngineLostError, Head, Headers
@@ -34,8 +33,7 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._write: Callable[[bytes], None] | None = None  # to the client of a relayed stream
-        self._flow: FlowControl
+        self._client: HttpToolsProtocol | None = None  # of a relayed stream
         self._held = bytearray()  # of a stream: the beginning of an event, or what waits for relay
         self._relays = False  # the body is a stream to be relayed
         self._paused = False
@@ -75,7 +73,7 @@ class Upstream(asyncio.Protocol):
 
         Everything but the last chunk is written, which is the caller's.
         """
-        self._write, self._flow = client.transport.write, client.flow
+        self._client = client
         first, self._held = bytes(self._held), bytearray()
         if first:
             self._take(first)
@@ -112,12 +110,9 @@ class Upstream(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        write = self._write
-        if write is not None and not self._held and data.endswith(END_OF_EVENTS):
-            write(data)
-            self.last_relayed = data
-            if self._flow.write_paused:
-                self._pause()
+        client = self._client
+        if client is not None and not self._held and data.endswith(END_OF_EVENTS):
+            self._write(client, data)
         elif self._relays:
             self._take(data)
         elif not self._complete:
@@ -189,10 +184,10 @@ class Upstream(asyncio.Protocol):
 
     def _take(self, data: bytes) -> None:
         """Pass on what is complete of the stream, and hold the rest."""
-        held, write = self._held, self._write
+        held, client = self._held, self._client
         start = max(0, len(held) - len(END_OF_EVENTS) + 1)
         held += data
-        if write is None:
+        if client is None:
             if len(held) > MAX_UNREAD_BYTES:
                 self._pause()
             return
@@ -201,12 +196,16 @@ class Upstream(asyncio.Protocol):
         if not is_last:
             cut = cut + len(END_OF_EVENTS) if cut >= 0 else 0
         if cut:
-            self.last_relayed = bytes(held[:cut])
-            write(self.last_relayed)
+            self._write(client, bytes(held[:cut]))
             del held[:cut]
         if is_last:
             self._finish()
-        elif self._flow.write_paused:
+
+    def _write(self, client: HttpToolsProtocol, data: bytes) -> None:
+        if not client.transport.is_closing():  # uvloop raises an error for one that has gone
+            client.transport.write(data)
+        self.last_relayed = data
+        if client.flow.write_paused:
             self._pause()
 
     def _pause(self) -> None:
@@ -231,6 +230,6 @@ class Upstream(asyncio.Protocol):
     def _release(self) -> None:
         self._complete = True
         self._relays = False
-        self._write = None
+        self._client = None
         self._held = bytearray()
         self._news.set()

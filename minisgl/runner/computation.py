@@ -20,7 +20,7 @@ from minisgl.runner.graphs import MAX_CHUNKS
 from minisgl.runner.row_order import RowOrder
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.sampling_features import COMMON_FILTERS, SamplingFeatures
+from minisgl.runner.sampling_features import COMMON_FILTERS, RAW_SCORES, SamplingFeatures, Scoring
 from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import SlotTables
 from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
@@ -53,6 +53,7 @@ class Computation:
         window: int = 0,
         adapted_rows: Callable[[Tensor], AdaptedRows] | None = None,
         rope_offsets: Tensor | None = None,
+        scoring: Scoring = RAW_SCORES,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
         the stage. max_run: of all plans. drafter: on the last stage, if that is more than 1.
@@ -69,7 +70,12 @@ class Computation:
         self._attention = attention
         self._captured_attention = captured_attention
         self.sampler = Sampler(
-            capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
+            capacity.num_slots,
+            vocab_size,
+            lanes.device,
+            ranks=ranks,
+            samples=stage.is_last,
+            scoring=scoring,
         )
         num_attending = capacity.num_attending
         self.tables = SlotTables(
@@ -85,7 +91,8 @@ class Computation:
             rope_offsets=rope_offsets,
         )
         num_rows, ring_size = capacity.num_slots * max_run, RING_SIZE + stage.pipeline.size - 1
-        self.outputs = StepOutputs(num_rows + MAX_CHUNKS, lanes.device, ring_size)
+        num_rows += MAX_CHUNKS
+        self.outputs = StepOutputs(num_rows, lanes.device, ring_size, scoring.most)
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Assign slots to requests: sampling parameters, and states."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from minisgl.attention.backends import make_attention, make_captured_attention
 from minisgl.attention.base import Attention, AttentionShape, HostPlanned
@@ -27,10 +28,12 @@ from minisgl.errors import DeviceMemoryError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
+from minisgl.models.float32_head import widen_head
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
+from minisgl.parts.experts.device import note_experts
 from minisgl.parts.images.device import DeviceImages, load_images
 from minisgl.runner.assumed_acceptance import AssumedAcceptance
 from minisgl.runner.computation import Computation
@@ -48,6 +51,7 @@ from minisgl.runner.memory import (
     page_table_bytes,
 )
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.sampling_features import Scoring
 from minisgl.runner.setup import Setup
 from minisgl.runner.sleeping import Sleep
 from minisgl.runner.stage import Stage
@@ -125,6 +129,8 @@ def load_runner(
 
     weights = _load_weights(setup, place, layers, free_at_start, report)
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
+    if config.head_dtype != config.dtype:
+        widen_head(model)
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
@@ -149,12 +155,25 @@ def load_runner(
         )
         if images.seeing is not None:
             weights = replace(weights, model=images.seeing)
-    memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
     keys = graph_keys(config, turns=images is not None and images.offsets is not None)
+    routed = None
+    if (shape := config.routed_shape(setup.facts)) is not None:
+        most = config.max_running_requests + config.max_prefill_length
+        most = max([most, *(key.shape.num_rows for key in keys)])
+        routed = note_experts(model, most, shape, lanes.device)
+    memory = WeightMemory.measured(lanes.device, free_at_start, copy_bytes)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
     attention = _attentions(config, setup.facts.on_rank(config.tp).on_stage(layers).attention)
     make = _RunnerMaker(
-        config, setup.model.vocab_size, place, weights, *attention, adapters, images, refilling
+        config,
+        setup.model.vocab_size,
+        place,
+        weights,
+        *attention,
+        adapters,
+        images,
+        routed,
+        refilling,
     )
     host = HostPages.agreed(config, weights.layers, pipeline)
     steps = _measure_steps(make, memory, host, keys, report)
@@ -288,6 +307,7 @@ class _RunnerMaker:
     captured_attention: Attention
     adapters: DeviceAdapters | None
     images: DeviceImages | None
+    routed: Tensor | None  # the experts of the rows of a step; None where layers note none
     refilling: Refilling
 
     def states(self, capacity: Capacity) -> list[LayerState]:
@@ -320,6 +340,7 @@ class _RunnerMaker:
             window=windows.window if windows and capacity.num_window_pages else 0,
             adapted_rows=None if self.adapters is None else self.adapters.pool.rows,
             rope_offsets=None if self.images is None else self.images.offsets,
+            scoring=Scoring(config.max_logprobs, config.logprobs_mode == "processed_logprobs"),
         )
         parts = device_parts(
             lanes,
@@ -330,6 +351,7 @@ class _RunnerMaker:
             computation.tables.order.rank,
             self.adapters,
             self.images,
+            self.routed,
         )
         runner = ModelRunner(
             computation,

@@ -24,7 +24,9 @@ from minisgl.kernels.sampling.order import ids_of as token_ids_of
 from minisgl.kernels.sampling.order import order_keys
 from minisgl.kernels.sampling.reference import (
     SamplingRows,
+    TokenScores,
     add_bias,
+    filtered,
     mask_tokens,
     penalize,
     perturb,
@@ -41,7 +43,7 @@ from minisgl.kernels.sampling.tables import (
     pack_record,
 )
 from minisgl.runner.sampled_rows import SampledRows
-from minisgl.runner.sampling_features import SamplingFeatures
+from minisgl.runner.sampling_features import RAW_SCORES, SamplingFeatures, Scoring
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
@@ -86,6 +88,7 @@ class Sampler:
         backend: Literal["triton", "torch"] | None = None,
         ranks: Communicator = SINGLE_RANK,
         samples: bool = True,
+        scoring: Scoring = RAW_SCORES,
     ) -> None:
         """backend: by default Triton on a GPU, torch elsewhere. samples: False for a rank that only
         needs the features of the slots, and calls neither `sample` nor `mask`."""
@@ -101,12 +104,15 @@ class Sampler:
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
         self._samples = samples
+        self._scoring = scoring
         if backend == "triton" and samples:
             from minisgl.kernels.sampling.launch import SampleWorkspace, TritonSampling
 
             num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
             workspace = SampleWorkspace(num_rows, vocab_size, device)
-            self._triton = TritonSampling(self.tables, workspace)
+            self._triton = TritonSampling(
+                self.tables, workspace, num_top=scoring.most, processed=scoring.processed
+            )
 
     @property
     def num_prompt_tokens(self) -> Tensor:
@@ -197,6 +203,8 @@ class Sampler:
         if self._triton is None:
             token_ids = self.perturbed(logits, slots, output_index, features).argmax(dim=-1)
             scores = None
+            if features.num_logprobs >= 0:
+                scores = self.score(logits, slots, output_index, features, token_ids)
             counts = self.tables.output_counts
             if features.penalties and counts is not None:
                 ones = torch.ones_like(token_ids, dtype=torch.int32)
@@ -208,9 +216,23 @@ class Sampler:
                 sampled = self._triton.sample(*rows, top_p=top_p, masked=masked)
                 return SampledRows(sampled, None)
             token_ids, scores = self._triton.sample_full(*rows, top_p=top_p, masked=masked)
-        if features.num_logprobs >= 0 and scores is None:
-            scores = top_logprobs(logits.float(), token_ids, features.num_logprobs)
         return SampledRows(token_ids, scores)
+
+    def score(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        features: SamplingFeatures,
+        token_ids: Tensor,
+    ) -> TokenScores:
+        """The scores of sampled tokens that are not counted yet, by the torch reference."""
+        num_top = min(features.num_logprobs, self._scoring.most)
+        if not self._scoring.processed:
+            return top_logprobs(logits.float(), token_ids, num_top)
+        edited = self._edited(logits, slots, output_index, features)
+        drawn = filtered(edited, self._sampling_rows(slots, output_index, features))
+        return top_logprobs(edited, token_ids, num_top, drawn)
 
     def _sample_shard(
         self, logits: Tensor, slots: Tensor, output_index: Tensor, features: SamplingFeatures
@@ -242,10 +264,21 @@ class Sampler:
         Takes the arguments of `sample` and changes none. first_id: of the first column. A test can
         pass the result to `kernels.sampling.reference.margin` to see how close the decision was.
         """
-        logits = logits.float()
-        if features == SamplingFeatures(num_logprobs=features.num_logprobs):
-            return logits
-        slots = slots.long()
+        edited = self._edited(logits, slots, output_index, features, first_id)
+        if not features.random:
+            return edited
+        return perturb(edited, self._sampling_rows(slots, output_index, features), first_id)
+
+    def _edited(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        features: SamplingFeatures,
+        first_id: int = 0,
+    ) -> Tensor:
+        """The logits after bias, penalties and masks, as float32."""
+        logits, slots = logits.float(), slots.long()
         records = self.tables.records[slots]
         if features.num_edits:
             columns = torch.arange(features.num_edits, device=self.device)
@@ -268,15 +301,18 @@ class Sampler:
         if features.masked:
             words = self.tables.masks[slots].masked_fill(~masked_of(records)[:, None], -1)
             logits = mask_tokens(logits, words, first_id)
-        if not features.random:
-            return logits
-        rows = SamplingRows(
+        return logits
+
+    def _sampling_rows(
+        self, slots: Tensor, output_index: Tensor, features: SamplingFeatures
+    ) -> SamplingRows:
+        records = self.tables.records[slots.long()]
+        return SamplingRows(
             temperature=column_of(records, "temperature"),
             seed=column_of(records, "seed"),
             output_index=output_index,
             filters={name: column_of(records, name) for name in features.filters},
         )
-        return perturb(logits, rows, first_id)
 
     def _rebuild_history(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
         self.tables.allocate_history()

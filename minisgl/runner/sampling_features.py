@@ -7,7 +7,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from minisgl.parameters import Role
-from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SAMPLED, SamplingParams
+from minisgl.request import DEFAULT_LOGPROBS, MAX_EDITS, MAX_LOGPROBS, SAMPLED, SamplingParams
 
 
 def _with_role(*roles: Role) -> Set[str]:
@@ -17,6 +17,16 @@ def _with_role(*roles: Role) -> Set[str]:
 COMMON_FILTERS = _with_role(Role.FILTER)
 FILTERS = _with_role(Role.FILTER, Role.RARE_FILTER)
 PENALTIES = _with_role(Role.PENALTY)
+
+
+class Scoring(NamedTuple):
+    """How an engine scores sampled tokens."""
+
+    most: int = DEFAULT_LOGPROBS  # top logprobs of a token
+    processed: bool = False  # by what a token is drawn from, in place of the raw logits
+
+
+RAW_SCORES = Scoring()
 
 
 class SamplingVariant(enum.IntEnum):

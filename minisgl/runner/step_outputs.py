@@ -9,7 +9,7 @@ import torch
 from minisgl.kernels.sampling.reference import TokenScores
 from minisgl.kernels.slots.slot_state import OutputRing, SlotState
 from minisgl.kernels.slots.slot_updates import feed_slots, settle_runs
-from minisgl.request import MAX_LOGPROBS
+from minisgl.request import DEFAULT_LOGPROBS
 from minisgl.runner.sampled_rows import SampledRows, SampleRows
 
 # Must exceed the number of steps queued and not yet collected.
@@ -23,9 +23,16 @@ class StepOutputs:
     next entry, because every replay of a captured step is identical; the host counts as well.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, ring_size: int = RING_SIZE) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device,
+        ring_size: int = RING_SIZE,
+        num_top: int = DEFAULT_LOGPROBS,
+    ) -> None:
+        """num_top: the most top logprobs of a token."""
         self._size = ring_size
-        self._ring = OutputRing.allocate(ring_size, num_rows, MAX_LOGPROBS, device)
+        self._ring = OutputRing.allocate(ring_size, num_rows, num_top, device)
         self._token_ids = self._ring.token_ids.numpy()
         self._entry = 0
         self._next_entry = 0
@@ -68,6 +75,7 @@ class StepOutputs:
         ring = self._ring
         return TokenScores(
             logprob=ring.logprob[entry, rows],
+            rank=ring.rank[entry, rows],
             top_ids=ring.top_ids[entry, rows],
             top_logprobs=ring.top_logprobs[entry, rows],
         )

@@ -9,7 +9,7 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.llm import LLM
-from minisgl.request import MAX_LOGPROBS, RequestOutput, SamplingParams, TokenLogprobs
+from minisgl.request import DEFAULT_LOGPROBS, RequestOutput, SamplingParams, TokenLogprobs
 from minisgl.verify.prompts import NUM_NEW_TOKENS, Prompts
 
 CHUNK = 512  # tokens of a step, so that long prompts are computed in chunks
@@ -80,7 +80,7 @@ def _generate(
     scores_prompt: bool = True,
 ) -> tuple[list[RequestOutput], bool]:
     """The outputs, and whether most tokens came from captured steps."""
-    num = min(MAX_LOGPROBS, llm.engine.vocab_size)
+    num = min(DEFAULT_LOGPROBS, llm.engine.vocab_size)
     params = SamplingParams(
         temperature=0,
         max_tokens=num_new,

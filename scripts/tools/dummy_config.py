@@ -1,7 +1,8 @@
 """Writes the config.json of a public model, for benchmarks with random weights and no download.
 
 Those fields of the published file that transformers does not have as defaults, without the ids of
-tokens: random weights would end answers by chance. Of models that also see images, the text part.
+tokens: random weights would end answers by chance. Of models that also see images, the text part;
+of a name that ends with -vision, the tower, too.
 
 python scripts/tools/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
 minisgl bench --model /tmp/qwen3-0.6b --load-format dummy
@@ -324,6 +325,36 @@ def eagle3_head(model: str) -> dict[str, Any]:
     }
 
 
+def with_tower(model: str, architecture: str, model_type: str, tower: dict[str, Any]) -> Any:
+    """A model of the Qwen kind that sees. Its tokens for images are the last that
+    dummy_tokenizer.py writes."""
+    text = {name: value for name, value in MODELS[model].items() if name != "architectures"}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": model_type} | tower,
+        **{name: text["vocab_size"] - 3 + place for place, name in enumerate(names)},
+    }
+
+
+QWEN3_5_TOWER: dict[str, Any] = {
+    "deepstack_visual_indexes": [],
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 5120,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+MODELS["Qwen3.8-27B-vision"] = with_tower(
+    "Qwen3.8-27B", "Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN3_5_TOWER
+)
 # Of drafters, which are no models: for --speculative FOLDER with --load-format dummy.
 DRAFTERS = {f"{name}-eagle3": eagle3_head(name) for name in ("Llama-3.1-8B", "Qwen3-14B")}
 

@@ -213,7 +213,7 @@ def settled(
     for tokens in ([50], run):
         plan = scheduler.plan()
         assert isinstance(plan, StepPlan)
-        scores = {index: TokenLogprobs(token, -1.0) for index, token in enumerate(tokens)}
+        scores = {index: TokenLogprobs(token, -1.0, 1) for index, token in enumerate(tokens)}
         result = StepResult(
             *(plan.step, tokens, scores if logprobs is not None else {}),
             run_lengths=[len(tokens)],

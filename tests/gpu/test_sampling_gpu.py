@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Literal
 
 import pytest
@@ -111,7 +112,7 @@ def test_sampled_tokens_equal_those_of_the_cpu(backend: Literal["torch", "triton
 
 def on_host(scores: TokenScores | None) -> TokenScores:
     assert scores is not None
-    return TokenScores(scores.logprob.cpu(), scores.top_ids.cpu(), scores.top_logprobs.cpu())
+    return TokenScores(*(each.cpu() for each in astuple(scores)))
 
 
 def test_a_gpu_samples_with_triton_by_default():

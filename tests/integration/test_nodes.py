@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.demo_adapters import save_demo_adapter
 from support.fake_matcher import FakeMatcher, ending_at, held_to, tokens_after
 from support.http_server import HELLO, wait_for_health
-from support.nodes import TOKEN, Network, Node, network, node, program
+from support.nodes import TOKEN, Network, Node, network, node, script
 from support.ports import free_port
 from support.serving import demo_engine
 from support.waiting import wait_until
@@ -109,10 +109,10 @@ async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_
     adapter is loaded while they run, by the ranks of both."""
     save_demo_adapter(tmp_path / "adapter", seed=0)
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
-    script = tmp_path / "actor.py"
-    script.write_text(ACTOR.format(option=option, port=port))
+    actor = tmp_path / "actor.py"
+    actor.write_text(ACTOR.format(option=option, port=port))
     options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port, "max_loras": 1}
-    with program(tmp_path, str(script)) as other:
+    with script(actor) as other:
         async with await demo_engine(**options) as engine:
             found = await tokens(engine)
             with pytest.raises(AdapterError, match="has no file"):
@@ -135,13 +135,13 @@ async def test_a_rank_of_another_node_tells_of_its_loads(
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     monkeypatch.setattr(LoadRule, "pays", lambda *pages: True)
     few = {"page_size": 4, "num_pages": 40, "host_cache": 0.05, "dp_attention": True}
-    script = tmp_path / "actor.py"
+    actor = tmp_path / "actor.py"
     given = ", ".join(f"{name}={value}" for name, value in few.items())
-    script.write_text(ACTOR.format(option=f"{given}, tp", port=port))
+    actor.write_text(ACTOR.format(option=f"{given}, tp", port=port))
     prompts = [[*range(first, first + 100)] for first in (5, 200)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found: list[list[list[int]]] = []
-    with program(tmp_path, str(script)) as other:
+    with script(actor) as other:
         options: dict[str, Any] = {"nnodes": 2, "master_port": port, "max_loras": 1, **few}
         async with await demo_engine(tp=2, **options) as engine:
             for asked in (prompts, [[3] * 148, [4] * 148], prompts):

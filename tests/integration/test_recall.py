@@ -74,12 +74,9 @@ def expected_logprobs(token_ids: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"page_size": 1}, id="page size 1"),
-        pytest.param({"page_size": 64}, id="page size 64"),
+        pytest.param({"page_size": 1, "max_prefill_length": 333}, id="chunks of 333"),
         pytest.param({"page_size": 16, "max_prefill_length": 100}, id="chunks of 100"),
-        pytest.param({"page_size": 8, "max_prefill_length": 333}, id="chunks of 333"),
-        pytest.param({"cache_type": "naive"}, id="no prefix cache"),
-        pytest.param({"max_running_requests": 1}, id="one at a time"),
+        pytest.param({"page_size": 64, "max_running_requests": 1}, id="one at a time"),
     ],
 )
 def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
@@ -89,16 +86,7 @@ def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
             assert [output.text for output in outputs] == [case.answer for case in TWO]
             assert max(map(error, outputs)) < TOLERANCE
         assert min(len(output.prompt_token_ids) for output in outputs) > 1200
-        is_warm = options.get("cache_type") != "naive"
-        assert all((output.num_cached_tokens > 1000) == is_warm for output in outputs)
-
-
-def test_facts_are_recalled_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", "1")
-    with loaded() as llm:
-        assert [output.text for output in answers(llm, LONGEST)] == [
-            case.answer for case in LONGEST
-        ]
+        assert all(output.num_cached_tokens > 1000 for output in outputs)
 
 
 def test_facts_are_recalled_after_retraction() -> None:
@@ -117,7 +105,7 @@ def test_facts_are_recalled_after_retraction() -> None:
 
 def test_facts_are_recalled_over_many_turns() -> None:
     """Live, with the model's own words in front of each question, and then cold."""
-    chat = remembering(World(random.Random(11)), 1500).exchanges
+    chat = remembering(World(random.Random(11)), 900).exchanges
     messages: list[dict[str, str]] = []
     prompts: list[list[int]] = []
     said: list[str] = []
@@ -136,7 +124,7 @@ def test_facts_are_recalled_over_many_turns() -> None:
         for exchange, text in zip(chat, said, strict=True)
         if exchange.answer.startswith(("Your ", "You live"))
     ]
-    assert len(prompts[-1]) > 1000 and len(recalled) > 4
+    assert len(prompts[-1]) > 600 and len(recalled) > 4
     assert all(right == text for right, text in recalled)
     some = slice(len(prompts) % 4 - 1, None, 4)  # the last one is among them
     with loaded(cache_type="naive", page_size=1) as llm:

@@ -45,10 +45,12 @@ from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.refilling import TensorInfo
 from minisgl.parts.weights.host import versions_of
 
+WIDE_HEAD = {"dtype": "bfloat16", "head_dtype": "float32"}
 
-@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, WIDE_HEAD], ids=str)
 def test_answers_are_those_of_an_engine_that_was_loaded_with_the_weights(
-    options: dict[str, int],
+    options: dict[str, Any],
 ) -> None:
     check_replaced(**options)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from minisgl.router.exchange import EngineLostError
 from minisgl.router.forward import ReplicaLostError, last_events
@@ -26,6 +27,10 @@ class Written:
 
     pieces: list[bytes] = field(default_factory=list)
     write_paused: bool = False
+    has_gone: bool = False
+
+    def is_closing(self) -> bool:
+        return self.has_gone
 
     @property
     def transport(self) -> Written:
@@ -36,6 +41,8 @@ class Written:
         return self
 
     def write(self, data: bytes) -> None:
+        if self.has_gone:
+            raise RuntimeError("unable to perform operation; the handler is closed")  # as uvloop
         self.pieces.append(data)
 
 
@@ -112,6 +119,22 @@ async def test_reading_stops_while_the_client_takes_nothing(tmp_path: Path) -> N
         upstream.resume()
         await ended
     assert client.pieces == [*EVENTS]
+
+
+async def test_nothing_is_written_to_a_client_that_has_gone(tmp_path: Path) -> None:
+    client: Written = Written()
+    async with asked(tmp_path) as (upstream, replica):
+        head = upstream.ask(b"GET", relays=True)
+        replica.write(HEAD)
+        await head
+        ended = upstream.relay(client)  # type: ignore[arg-type]
+        replica.write(EVENTS[0])
+        await until(lambda: client.pieces)
+        client.has_gone = True
+        replica.write(EVENTS[1] + EVENTS[0][:5])
+        replica.write(EVENTS[0][5:] + END)
+        await ended
+        assert client.pieces == [EVENTS[0]] and upstream.is_free
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n", b"hello\r\n\r\n"])

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampling_oracle import choose
+from support.sampling_oracle import choose, logprobs
 
 from minisgl.kernels.sampling.listed import list_logprobs
 from minisgl.kernels.sampling.reference import margin, top_logprobs
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner.sampled_rows import SampledRows
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
+from minisgl.runner.sampling_features import (
+    VARIANT_FEATURES,
+    SamplingFeatures,
+    SamplingVariant,
+    Scoring,
+)
 from minisgl.scheduler.plan import SlotJoin
 
 VOCAB = 37
@@ -404,8 +410,30 @@ class TestLogprobs:
             assert entry.token_id == tokens[row]
             assert entry.logprob == pytest.approx(raw[row, tokens[row]].item(), abs=1e-5)
             assert [token_id for token_id, _ in entry.top] == order[row][: len(entry.top)]
+            assert entry.rank == 1 + order[row].index(entry.token_id)
             for token_id, logprob in entry.top:
                 assert logprob == pytest.approx(raw[row, token_id].item(), abs=1e-5)
+
+    def test_processed_logprobs_are_those_of_the_draw(self):
+        """Bias, penalties, min_tokens, temperature and every filter, alone and together."""
+        joins, logits = varied_joins(32), random_logits(32)
+        joins = [replace(each, params=replace(each.params, logprobs=20)) for each in joins]
+        sampler = Sampler(32, VOCAB, torch.device("cpu"), scoring=Scoring(processed=True))
+        sampler.join(joins)
+        slots = torch.tensor([join.slot for join in joins])
+        index = torch.tensor([len(join.output_token_ids) for join in joins])
+        sampled = sampler.sample(logits, slots, index, sampler.features(slots.tolist()))
+        assert sampled.scores is not None
+        tokens = sampled.token_ids.tolist()
+        listed = list_logprobs(tokens, sampled.scores, [20] * 32)
+        for row, join in enumerate(joins):
+            wanted, entry = logprobs(logits[row].numpy(), join), listed[row]
+            assert entry.logprob == pytest.approx(wanted[tokens[row]], abs=1e-5)
+            for place, (token_id, logprob) in enumerate(entry.top):
+                if place < len(wanted):
+                    assert logprob == pytest.approx(wanted[token_id], abs=1e-5)
+                else:
+                    assert logprob == -math.inf and token_id not in wanted
 
     def test_prompt_logprobs_list_each_target_with_its_alternatives(self):
         logits, targets = random_logits(5), [3, 1, 4, 1, 5]

@@ -1747,7 +1747,11 @@ def run_schedule(
     neighbour: Neighbour | None = None,
     submit_rate: float = 0.2,
 ) -> None:
-    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
+    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended.
+
+    Each move is followed by one audit, that of the harness if the move is one of its own.
+    """
+    audit = harness.scheduler.audit
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3 if harness.num_stages == 1 else harness.num_stages + 1)
@@ -1758,15 +1762,18 @@ def run_schedule(
         if move < submit_rate and waiting:
             submitted.append(waiting.pop())
             harness.scheduler.submit(submitted[-1])
+            audit()
         elif move < 0.6 and len(harness.in_flight) < depth:
             harness.launch()
         elif move > 0.8 and neighbour is not None and submitted:
             neighbour.move(submitted)
+            audit()
         elif move < 0.6 + abort_rate and live:
             request = rng.choice(live)
             assert harness.scheduler.cancel(request)
             harness.ended([request])
             disturbed.add(request)
+            audit()
         elif 0.61 < move < 0.65 and harness.runner.moves:
             harness.end_move(rng.randrange(len(harness.runner.moves)))
         elif 0.65 < move < 0.7 and harness.runner.in_flight:
@@ -1778,6 +1785,7 @@ def run_schedule(
             harness.deferred = None
             harness.ended(failed)
             disturbed |= set(failed)
+            audit()
         elif harness.in_flight:
             settled = harness.settle()
             if settled.progressed and rng.random() < 0.05:
@@ -1788,9 +1796,9 @@ def run_schedule(
                 dropped = rng.randrange(run)  # a stop string ends within the run
                 harness.scheduler.finish(request, request.num_output_tokens - dropped)
                 disturbed.add(request)
+                audit()
             if neighbour is not None:
                 neighbour.check_lent()
-        harness.scheduler.audit()
     while harness.in_flight:
         harness.settle()
     if neighbour is not None:

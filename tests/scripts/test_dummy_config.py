@@ -26,7 +26,8 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_config_of_a_model_is_read_by_the_engine(tmp_path: Path, model: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
-    assert read_model_config(tmp_path).hidden_size == MODELS[model]["hidden_size"]
+    text = config_of(model).get("text_config", MODELS[model])
+    assert read_model_config(tmp_path).hidden_size == text["hidden_size"]
 
 
 # What published configs have beside the sizes, where they have it.

@@ -30,7 +30,7 @@ STOP_TOKEN = 2
 
 def scored(token_id: int, num_top: int = 0) -> TokenLogprobs:
     top = tuple((rival, -1.0 - rival) for rival in range(token_id, token_id + num_top))
-    return TokenLogprobs(token_id, -1.0, top)
+    return TokenLogprobs(token_id, -1.0, 9, top)
 
 
 def joined(lists: Iterable[list[Any]]) -> list[Any]:
@@ -291,7 +291,7 @@ def test_the_requested_number_of_top_logprobs_is_given(tokenizer: Tokenizer, tok
     rivals = [*dict.fromkeys(some)][:20]
     top = tuple((id, -float(place)) for place, id in enumerate(rivals))
     for sampled, num_given in ((rivals[3], 20), (ids_of(tokenizer, b"x")[0], 21)):
-        logprobs = [TokenLogprobs(sampled, -0.5, top)]
+        logprobs = [TokenLogprobs(sampled, -0.5, 9, top)]
         delta = OutputDelta([sampled], "x", 1, 0, logprobs, [], FinishReason.LENGTH)
         job = GenerationJob(index=0, k=0, prompt_token_ids=[0], params=SamplingParams(logprobs=20))
         whole, _ = answers(CompletionReply, job, tokenizer, [delta])
@@ -302,7 +302,7 @@ def test_the_requested_number_of_top_logprobs_is_given(tokenizer: Tokenizer, tok
             [*(logprob for id, logprob in top if id != sampled), -0.5], reverse=True
         )
     parts = ids_of(tokenizer, b"\xf0")
-    logprobs = [TokenLogprobs(parts[0], -0.5)]
+    logprobs = [TokenLogprobs(parts[0], -0.5, 1)]
     delta = OutputDelta(parts, "\ufffd", 1, 0, logprobs, [], FinishReason.LENGTH)
     whole, _ = answers(CompletionReply, job, tokenizer, [delta])
     assert whole["logprobs"]["tokens"] == ["bytes:\\xf0"]
@@ -314,7 +314,7 @@ def test_half_of_a_surrogate_pair_is_no_character(pieces: list[bytes]) -> None:
     text = b"".join(pieces).decode("utf-8", "replace")
     alignment = Alignment()
     for index, data in enumerate(pieces):
-        alignment.add(TokenLogprobs(index, -1.0), data)
+        alignment.add(TokenLogprobs(index, -1.0, 1), data)
     shown = alignment.show(text, finished=True)
     assert [token.data for token in shown] == pieces
     assert "".join(token.text for token in shown) == text

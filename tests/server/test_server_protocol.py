@@ -66,7 +66,7 @@ def image() -> list[dict[str, Any]]:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 129}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"stop": [1]}, "stop.0"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -111,7 +111,7 @@ def test_a_field_out_of_range_is_named(fields: dict[str, Any], param: str) -> No
         ({"prompt": None}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 129}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
@@ -175,7 +175,7 @@ def test_a_constraint_by_an_older_name_is_refused_with_the_name_of_today(
             b'{"prompt": "a", "logit_bias": {%s}}' % b",".join(b'"%d":1' % k for k in range(1025)),
             "logit_bias: must have at most 1024 keys.",
         ),
-        (b'{"prompt": "a", "logprobs": 21}', "logprobs: must be at most 20."),
+        (b'{"prompt": "a", "logprobs": 129}', "logprobs: must be at most 128."),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: must be at least 0."),
         (b'{"prompt": "a", "stop": ""}', "stop: must not be empty."),
         (
@@ -582,9 +582,9 @@ def test_chunks_mention_no_usage_unless_asked() -> None:
 
 
 def test_held_back_text_is_sent_later_with_its_logprobs() -> None:
-    scored = TokenLogprobs(ord("a"), -float("inf"), ((ord("b"), -0.25),))
+    scored = TokenLogprobs(ord("a"), -float("inf"), 256, ((ord("b"), -0.25),))
     reply = reply_of(ChatReply, job(params=SamplingParams(logprobs=1)), include_usage=False)
-    assert reply.choices[0].events(delta("x", logprobs=[TokenLogprobs(ord("x"), -1.0)])) != b""
+    assert reply.choices[0].events(delta("x", logprobs=[TokenLogprobs(ord("x"), -1.0, 1)])) != b""
     assert reply.choices[0].events(delta("", logprobs=[scored])) == b""
     (chunk,) = events(reply, delta("a"))
     assert chunk["choices"][0]["delta"] == {"content": "a"}
@@ -604,10 +604,10 @@ def test_echo_scores_the_prompt_and_streams_the_same_offsets() -> None:
     deltas = [
         delta(
             "a",
-            prompt_logprobs=[TokenLogprobs(id, -1.0, ((id, -1.0),)) for id in b"i!"],
-            logprobs=[TokenLogprobs(ord("a"), -2.0, ((ord("b"), -0.5),))],
+            prompt_logprobs=[TokenLogprobs(id, -1.0, 1, ((id, -1.0),)) for id in b"i!"],
+            logprobs=[TokenLogprobs(ord("a"), -2.0, 2, ((ord("b"), -0.5),))],
         ),
-        delta("b", FinishReason.STOP, logprobs=[TokenLogprobs(ord("b"), -3.0)]),
+        delta("b", FinishReason.STOP, logprobs=[TokenLogprobs(ord("b"), -3.0, 7)]),
     ]
     reply = reply_of(CompletionReply, echoing, include_usage=False)
     for each in deltas:

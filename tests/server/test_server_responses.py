@@ -1043,7 +1043,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": "9"}, "max_output_tokens"),
     ({"temperature": 3}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
-    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 129}, "top_logprobs"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
     ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),

@@ -204,12 +204,13 @@ class FakeStream:
             logprobs=scored,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish,
+            routed_experts=b"\1\0\2\0" if last and params.return_routed_experts else b"",
         )
 
     @staticmethod
     def _score(id: int, num: int) -> TokenLogprobs:
         rivals = tuple((rival, -1.0 - rival) for rival in range(num))
-        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, rivals)
+        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, 9, rivals)
 
 
 class FakeVectors:

@@ -243,7 +243,8 @@ class FakeRunner:
     def _outcome(self, part: PartPlan) -> object:
         if isinstance(part, ScorePlan):
             return {
-                each.index: [TokenLogprobs(t, -1.0) for t in each.token_ids] for each in part.chunks
+                each.index: [TokenLogprobs(t, -1.0, 1) for t in each.token_ids]
+                for each in part.chunks
             }
         if isinstance(part, AdapterPlan):
             for place, adapter in part.loads:
@@ -481,7 +482,7 @@ class FakeRunner:
         slot: _Slot, token_id: int, tokens: list[int], logprobs: dict[int, TokenLogprobs]
     ) -> None:
         if slot.join.params.logprobs is not None:
-            logprobs[len(tokens)] = TokenLogprobs(token_id, -1.0)
+            logprobs[len(tokens)] = TokenLogprobs(token_id, -1.0, 1)
         tokens.append(token_id)
 
     def _compute(self, slot: _Slot, position: int, token_id: int) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from pexpect.fdpexpect import fdspawn
 from support.forked_ranks import fork_server
@@ -94,6 +94,9 @@ class Terminal(fdspawn):  # type: ignore[misc]
 
 class Running:
     """A forked process that leads a group of its own, with what is used of a `subprocess.Popen`."""
+
+    stdout: IO[Any] | None = None
+    stderr: IO[Any] | None = None
 
     def __init__(self, process: ForkServerProcess, files: Sequence[int]) -> None:
         """files: are its own now, and closed here."""

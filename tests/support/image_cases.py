@@ -17,6 +17,7 @@ import torch
 import transformers
 from support.adopted_checkpoints import write_checkpoint_with_towers
 from support.checkpoints import load_reference
+from support.followed import followed
 from support.gemma_checkpoints import TEXT, TOWER
 from support.parity import NOISE, load_engine
 from support.state_cases import EXPERTS, HYBRID
@@ -286,10 +287,8 @@ async def submitted(engine: AsyncEngine, asked: Asked, **options: Any) -> Reques
     """The request, once it has ended."""
     extras: list[Extra] = [Pictured(asked.spans)] if asked.spans else []
     extras += options.pop("extras", ())
-    stream = engine.submit(asked.prompt, options.pop("params", PARAMS), extras=extras, **options)
-    async for _ in stream:
-        engine.audit()
-    return stream.request
+    params = options.pop("params", PARAMS)
+    return await followed(engine, engine.submit(asked.prompt, params, extras=extras, **options))
 
 
 def is_right(asked: Asked, request: Request) -> bool:

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minisgl.errors import EngineStoppedError
 from minisgl.images.picture import Picture
-from minisgl.images.processor import ImageProcessor, answer, load
+from minisgl.images.processor import ImageProcessor
+from minisgl.models.towers.processing import answer, load
 
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_TEMPLATE = (

@@ -7,10 +7,11 @@ import dataclasses
 from typing import Any
 
 from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_after
+from support.followed import followed
 from support.parity import SAMPLED, case_of, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
-from minisgl.request import Request, SamplingParams
+from minisgl.request import SamplingParams
 
 NUM_TOKENS = 12
 CASE = "llama3"
@@ -43,10 +44,7 @@ def rows(count: int) -> list[Row]:
 async def tokens_of(engine: AsyncEngine, row: Row) -> list[int]:
     prompt, params, rule = row
     matcher = None if rule is None else FakeMatcher(rule)
-    stream = engine.submit(prompt, params, extras=held_to(matcher))
-    async for _ in stream:
-        engine.audit()
-    request: Request = stream.request
+    request = await followed(engine, engine.submit(prompt, params, extras=held_to(matcher)))
     if rule is not None:
         for place, token_id in enumerate(request.output_token_ids):
             assert token_id in rule(request.output_token_ids[:place])

@@ -1,16 +1,23 @@
-"""Nodes of one engine on this machine, as processes of their own, and a network between them."""
+"""Nodes of one engine on this machine, as processes of their own, and a network between them.
+
+They are forked from one process with torch; the ranks that they start are spawned.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+
+from support.forked_programs import Program, Running, prepared
+
+from minisgl_cli.start import main
 
 TOKEN = "a secret of the tests"
 
@@ -18,19 +25,16 @@ TOKEN = "a secret of the tests"
 class Node:
     """A process in a session of its own, and its log."""
 
-    def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, program: Program, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> None:
         self._log = folder / f"node-{len(list(folder.glob('node-*')))}.log"
+        given = {**os.environ, "MINISGL_CLUSTER_TOKEN": TOKEN, **(env or {})}
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                stderr=log,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "MINISGL_CLUSTER_TOKEN": TOKEN,
-                    **(env or {}),
-                },
+            nothing, errors = os.open(os.devnull, os.O_RDWR), os.dup(log.fileno())
+            files = [nothing, nothing, errors]
+            self.process = Running(
+                prepared(program, arguments, given, None, files, lead=os.setsid), files
             )
 
     @property
@@ -70,17 +74,26 @@ def session_of(session: int) -> list[int]:
 @contextlib.contextmanager
 def node(folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
     """`minisgl serve` on a CPU, with these options."""
-    with program(folder, "-m", "minisgl", "serve", "--device", "cpu", *options, env=env) as started:
-        yield started
-
-
-@contextlib.contextmanager
-def program(folder: Path, *command: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
-    started = Node(folder, *command, env=env)
+    started = Node(folder, main, "serve", "--device", "cpu", *options, env=env)
     try:
         yield started
     finally:
         started.kill()
+
+
+@contextlib.contextmanager
+def script(file: Path) -> Iterator[Node]:
+    """A script, whose log is beside it."""
+    started = Node(file.parent, partial(run_script, str(file)))
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def run_script(file: str) -> int:
+    runpy.run_path(file, run_name="__main__")
+    return 0
 
 
 class Network:

@@ -24,6 +24,7 @@ from support.checkpoints import (
     spec_named,
 )
 from support.draft_policies import drafting
+from support.followed import followed
 from support.forked_ranks import forked_ranks
 
 from minisgl.config import EngineConfig
@@ -130,10 +131,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
 async def complete(
     engine: AsyncEngine, prompt: Sequence[int], params: SamplingParams
 ) -> RequestOutput:
-    stream = engine.submit(prompt, params)
-    async for _ in stream:
-        engine.audit()
-    request = stream.request
+    request = await followed(engine, engine.submit(prompt, params))
     assert request.finish_reason is not None
     return RequestOutput(
         prompt_token_ids=list(prompt),

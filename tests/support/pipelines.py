@@ -7,11 +7,11 @@ import dataclasses
 from typing import Any
 
 from support.fake_matcher import FakeMatcher, held_to
+from support.followed import followed
 from support.masked_rows import rule_of
 from support.parity import SAMPLED, Case, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
-from minisgl.engine.stream import OutputStream
 from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request, SamplingParams
 
@@ -46,14 +46,14 @@ def mixed_outcomes(case: Case, **options: Any) -> list[Outcome]:
         prompt = [*case.prompts[index % len(case.prompts)], index % 50]
         matcher = None if rule is None else FakeMatcher(rule)
         stream = engine.submit(prompt, chosen, extras=held_to(matcher))
-        await _follow(engine, stream)
+        await followed(engine, stream)
         return _outcome(stream.request)
 
     async def run() -> list[Outcome]:
         async with AsyncEngine(load_engine(case.folder, **options)) as engine:
             found = list(await asyncio.gather(*(outcome(engine, index) for index in range(30))))
             stream = engine.submit(case.prompts[2], greedy(NUM_TOKENS))
-            await _follow(engine, stream)
+            await followed(engine, stream)
             found.append(_outcome(stream.request))
             stats = engine.stats()
             assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
@@ -62,11 +62,6 @@ def mixed_outcomes(case: Case, **options: Any) -> list[Outcome]:
             return found
 
     return asyncio.run(run())
-
-
-async def _follow(engine: AsyncEngine, stream: OutputStream) -> None:
-    async for _ in stream:
-        engine.audit()
 
 
 def _outcome(request: Request) -> Outcome:

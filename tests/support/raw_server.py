@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ class RawServer:
     port: int = 0
     heads: list[str] = field(default_factory=list)  # of the requests
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -28,6 +30,7 @@ class RawServer:
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
+        self.writers.append(writer)
         try:
             await self._answer(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -61,7 +64,10 @@ async def raw_server(
         for task in made.tasks:
             task.cancel()
         await asyncio.gather(*made.tasks)
-        await asyncio.sleep(0)  # in which the loop closes the sockets of those that were aborted
+        for writer in made.writers:  # TLS also waits for a word of the other side
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 def again(piece: bytes, *, head: bytes = HEAD, pause_s: float = 0.0) -> Answering:

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels.sampling.order import ids_of
-from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
+from minisgl.kernels.sampling.reference import TokenScores, margin
 from minisgl.matcher import mask_words
-from minisgl.request import MAX_LOGPROBS, SamplingParams
+from minisgl.request import SamplingParams
 from minisgl.runner.sampled_rows import SampledRows
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
+from minisgl.runner.sampling_features import (
+    RAW_SCORES,
+    VARIANT_FEATURES,
+    SamplingFeatures,
+    SamplingVariant,
+    Scoring,
+)
 from minisgl.scheduler.plan import SlotJoin
 
 NOISE = 2e-5  # a smaller margin may be decided either way
@@ -75,10 +81,12 @@ class Batch:
         *,
         num_slots: int | None = None,
         allowed: Mapping[int, Sequence[int]] | None = None,
+        scoring: Scoring = RAW_SCORES,
     ) -> Batch:
         """Row r has the r-th of `params`, round and round. The slots are mixed up."""
         device, vocab_size = logits.device, logits.shape[1]
-        sampler = Sampler(num_slots or num_rows + 2, vocab_size, device, backend="triton")
+        num_slots = num_slots or num_rows + 2
+        sampler = Sampler(num_slots, vocab_size, device, backend="triton", scoring=scoring)
         slots = [(row * 7 + 3) % num_rows if num_rows % 7 else row for row in range(num_rows)]
         cls.join(sampler, params, slots, masked=frozenset(allowed or ()))
         if allowed:
@@ -197,14 +205,16 @@ class Batch:
         return differed
 
     def check_scores(self, scores: TokenScores, tokens: Tensor) -> None:
-        num_rivals = min(MAX_LOGPROBS, self.logits.shape[1])
-        wanted = top_logprobs(self.logits.float(), tokens, num_rivals)
+        num_rivals = scores.top_ids.shape[1]
+        features = self.sampler.features(self.slots.tolist())._replace(num_logprobs=num_rivals)
+        wanted = self.sampler.score(self.logits, self.slots, self.output_index, features, tokens)
         asked = self.sampler.logprobs_wanted(self.slots.tolist())
         for row, num in enumerate(asked):
             if num is None:
                 continue
             num = min(num, num_rivals)
             assert torch.equal(scores.top_ids[row, :num], wanted.top_ids[row, :num]), row
+            assert scores.rank[row] == wanted.rank[row], row
             torch.testing.assert_close(scores.logprob[row], wanted.logprob[row], atol=2e-5, rtol=0)
             torch.testing.assert_close(
                 scores.top_logprobs[row, :num], wanted.top_logprobs[row, :num], atol=2e-5, rtol=0

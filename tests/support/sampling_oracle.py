@@ -36,6 +36,28 @@ class Choice:
 
 def choose(logits: np.ndarray, join: SlotJoin) -> Choice:
     """The next token of a request which has the outputs of `join`, from raw float32 `logits`."""
+    scores, index = drawn_from(logits, join), len(join.output_token_ids)
+    if join.params.greedy:
+        return _best(scores)
+    return _best(
+        (token_id, score - math.log(-math.log(uniform(join.seed, index, token_id))))
+        for token_id, score in scores
+    )
+
+
+def logprobs(logits: np.ndarray, join: SlotJoin) -> dict[int, float]:
+    """The logarithm of the probability that the next token is this one; at temperature 0, of that
+    at temperature 1 without filters. Tokens that cannot be drawn are left out."""
+    scores = [
+        (token_id, score) for token_id, score in drawn_from(logits, join) if score > -math.inf
+    ]
+    most = max(score for _, score in scores)
+    total = most + math.log(math.fsum(math.exp(score - most) for _, score in scores))
+    return {token_id: score - total for token_id, score in scores}
+
+
+def drawn_from(logits: np.ndarray, join: SlotJoin) -> list[tuple[int, float]]:
+    """The tokens that may come next, and their logits after temperature."""
     params, outputs = join.params, list(join.output_token_ids)
     row = logits.astype(np.float32)
     for token_id, bias in params.logit_bias.items():
@@ -49,15 +71,11 @@ def choose(logits: np.ndarray, join: SlotJoin) -> Choice:
     if len(outputs) < params.min_tokens:
         row[list(join.stop_token_ids)] = -np.inf
     if params.greedy:
-        return _best(enumerate(row.tolist()))
+        return list(enumerate(row.tolist()))
     if params.top_n_sigma > 0:
         left = row[row > -np.inf].astype(np.float64)
         row[row < left.max() - params.top_n_sigma * left.std()] = -np.inf
-    scores = _filtered((row / np.float32(params.temperature)).tolist(), params)
-    return _best(
-        (token_id, score - math.log(-math.log(uniform(join.seed, len(outputs), token_id))))
-        for token_id, score in scores
-    )
+    return _filtered((row / np.float32(params.temperature)).tolist(), params)
 
 
 def _filtered(scaled: list[float], params: SamplingParams) -> list[tuple[int, float]]:

@@ -175,7 +175,7 @@ class ScriptedStream:
         stop_reason: str | int | None = stopped
         if finish is FinishReason.STOP and stopped is None:
             stop_reason = ids[-1]
-        scored = [] if self.params.logprobs is None else [TokenLogprobs(id, -0.5) for id in ids]
+        scored = [] if self.params.logprobs is None else [TokenLogprobs(id, -0.5, 1) for id in ids]
         return OutputDelta(
             [*ids],
             text,

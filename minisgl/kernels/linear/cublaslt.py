@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 WORKSPACE_BYTES = 32 << 20  # as much as torch gives cuBLAS on Hopper
 # With smaller weights any algorithm is bound by its launch.
 MIN_WEIGHT_BYTES = 16 << 20
-ROWS = (8, 16, 32, 48, 64)
+ROWS = (1, 8, 16, 32, 48, 64)
 MAX_ROWS = ROWS[-1]
 _ALIGNMENT = 256  # of addresses, which the library assumes
 _PROPOSALS = 8  # requested with a workspace, and again without

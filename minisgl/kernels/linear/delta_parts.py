@@ -28,7 +28,7 @@ def adding(delta: Delta | None, block_n: int) -> tuple[Any, ...] | None:
     tensors = (v, weights.b, weights.ranks, rows.adapters, rows.active)
     numbers = (weights.max_rank, width, num_rows * width, weights.b.stride(0), weights.starts)
     # Numbers that a kernel needs when it is compiled are lengths of tuples of constants.
-    return (*tensors, *numbers, (1,) * splits, (1,) * together)
+    return (*tensors, *numbers, (1,) * splits, (1,) * together, (1,) * (1 + (most > together)))
 
 
 @triton.jit
@@ -76,19 +76,27 @@ def before_wait(
     lanes: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """What `delta_of` takes of the adapters of the rows of x, and of its first round. Has B fetched
-    for block_n rows of W, from `first` on. The first split of k adds all."""
+    """What `delta_of` takes of the adapters of the rows of x, and B of its first round, for block_n
+    rows of W from `first` on; if gated, also for those from n + first on. Has the rest of B
+    fetched. The first split of k adds all."""
     ranks, adapters, active = delta[2], delta[3], delta[4]
     together: tl.constexpr = len(delta[11])
     adapter = tl.load(adapters + row, mask=row < num_rows, other=0)
     rank = tl.load(ranks + adapter - 1, mask=adapter > 0, other=0)
     count = tl.where(split == 0, tl.load(active), 0)
     mine, rank_of_mine = _adapters(delta, tl.arange(0, together), count)
+    most = tl.where(count > 0, tl.max(rank), 0)
+    found = (row, adapter, rank, count, most, mine, rank_of_mine)
     if pdl:
         _fetch(delta, count, first, n, block_n, lanes)
         if gated:
             _fetch(delta, count, n + first, 2 * n, block_n, lanes)
-    return row, adapter, rank, count, mine, rank_of_mine
+    w = _load_b(delta, first, n, 0, _part_of(first, delta[9]), mine, rank_of_mine, block_n)
+    up_w = w
+    if gated:
+        up = n + first
+        up_w = _load_b(delta, up, 2 * n, 0, _part_of(up, delta[9]), mine, rank_of_mine, block_n)
+    return found, w, up_w
 
 
 @triton.jit
@@ -100,45 +108,85 @@ def _part_of(column, starts):
 
 
 @triton.jit
-def delta_of(delta, found, column, end):
-    """B vᵀ [block_n, block_m] float32 of the rows of W, which are before `end`, and of x.
-
-    A round multiplies 16 columns of B of each of its adapters at once. v is 0 for the rows that
-    have another adapter, which adds 0 to their sums. A round takes the latency of L2 and of the
-    tensor cores, some microsecond (e).
-    """
-    v, b, max_rank, v_stride, split_stride = delta[0], delta[1], delta[5], delta[6], delta[7]
-    b_stride, starts = delta[8], delta[9]
-    splits: tl.constexpr = len(delta[10])
-    together: tl.constexpr = len(delta[11])
-    row, adapter, rank_of_row, count, mine, rank = found
+def _load_b(delta, first, end, lane, part, mine, rank, block_n: tl.constexpr):
+    """[block_n, adapters, 16]: columns `lane` to `lane` + 15 of B of the adapters `mine`, of rows
+    of W from `first` on that are of a part and before `end`; else 0."""
+    b, b_stride = delta[1], delta[8]
     unit: tl.constexpr = 16
-    lane = tl.arange(0, unit)
-    v_at = v + row[:, None] * v_stride + lane[None, :]
-    exists = column < end
-    part_of_column = _part_of(column, starts)
-    first_part = tl.min(part_of_column)
-    last_part = tl.max(tl.where(exists, part_of_column, 0))
-    added = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
-    for start in tl.range(0, count, together, num_stages=1):
-        slot = tl.maximum(mine - 1, 0).to(tl.int64)
-        row_size = rank // unit * unit  # so that 16 bytes are loaded at once
-        w_at = b + slot[None, :] * b_stride + column[:, None] * row_size[None, :]
-        hers = adapter[:, None, None] == mine[None, :, None]
-        for first in tl.range(0, tl.max(rank), unit, num_stages=1):
-            for part in tl.range(first_part, last_part + 1, num_stages=1):
-                inside = (exists & (part_of_column == part))[:, None] & (first < rank)[None, :]
-                w = tl.load(
-                    w_at[:, :, None] + (first + lane)[None, None, :],
-                    mask=inside[:, :, None],
-                    other=0.0,
-                )
-                place = v_at + part * max_rank + first
-                some = (first < rank_of_row)[:, None]
-                rows = sum_of_splits(place, split_stride, splits, some).to(w.dtype)
-                rows = tl.where(hers, rows[:, None, :], 0.0)
-                w = tl.reshape(w, (column.shape[0], together * unit))
-                rows = tl.reshape(rows, (row.shape[0], together * unit))
-                added = tl.dot(w, tl.trans(rows), added, input_precision="ieee")
-        mine, rank = _adapters(delta, start + together + tl.arange(0, together), count)
+    column = first + tl.arange(0, block_n)
+    slot = tl.maximum(mine - 1, 0).to(tl.int64)
+    row_size = rank // unit * unit  # so that 16 bytes are loaded at once
+    at = b + slot[None, :] * b_stride + column[:, None] * row_size[None, :] + lane
+    inside = ((column < end) & (_part_of(column, delta[9]) == part))[:, None]
+    inside &= (lane < rank)[None, :]
+    lanes = tl.arange(0, unit)[None, None, :]
+    return tl.load(at[:, :, None] + lanes, mask=inside[:, :, None], other=0.0)
+
+
+@triton.jit
+def _multiply(w, rows, mine, adapter, added):
+    """added + w vᵀ, with v = 0 for the rows of other adapters than those of w."""
+    hers = adapter[:, None, None] == mine[None, :, None]
+    theirs = tl.where(hers, rows, 0.0)
+    theirs = tl.reshape(theirs, (theirs.shape[0], theirs.shape[1] * theirs.shape[2]))
+    w = tl.reshape(w, (w.shape[0], w.shape[1] * w.shape[2]))
+    return tl.dot(w, tl.trans(theirs), added, input_precision="ieee")
+
+
+@triton.jit
+def _rows_of(delta, found, lane, part):
+    """[block_m, 1, 16]: v of a part, in x's dtype, from column `lane` on."""
+    v, b, max_rank, v_stride, split_stride = delta[0], delta[1], delta[5], delta[6], delta[7]
+    splits: tl.constexpr = len(delta[10])
+    row, _, rank, count, _, _, _ = found
+    place = part * max_rank + lane + tl.arange(0, 16)[None, None, :]
+    some = (lane < tl.where(count > 0, rank, 0))[:, None, None]
+    at = v + row[:, None, None] * v_stride + place
+    return sum_of_splits(at, split_stride, splits, some).to(b.dtype.element_ty)
+
+
+@triton.jit
+def after_wait(delta, found, first):
+    """v of the first round, for rows of W from `first` on."""
+    return _rows_of(delta, found, 0, _part_of(first, delta[9]))
+
+
+@triton.jit
+def _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_n: tl.constexpr):
+    """`added`, and what 16 columns of B add to the rows of W of a part, from v of these columns and
+    B of the first round."""
+    together: tl.constexpr = len(delta[11])
+    _, adapter, _, count, _, _, _ = found
+    added = _multiply(w, rows, mine, adapter, added)
+    if len(delta[12]) > 1:
+        for start in tl.range(together, count, together, num_stages=1):
+            mine, rank = _adapters(delta, start + tl.arange(0, together), count)
+            w = _load_b(delta, first, end, lane, part, mine, rank, block_n)
+            added = _multiply(w, rows, mine, adapter, added)
+    return added
+
+
+@triton.jit
+def delta_of(delta, found, w, rows, first, end, block_n: tl.constexpr):
+    """B vᵀ [block_n, block_m] float32 of the rows of x, and of W from `first` on that are before
+    `end`. w, rows: B and v of the first round, of `before_wait` and `after_wait`.
+
+    A round multiplies 16 columns of B of some adapters at once. v is 0 for the rows that have
+    another adapter, which adds 0 to their sums: it is loaded once for all rounds, as a row has one
+    adapter.
+    """
+    row, _, _, count, most, mine, _ = found
+    first_part = _part_of(first, delta[9])
+    last_part = _part_of(tl.minimum(first + block_n, end) - 1, delta[9])
+    added = tl.zeros((block_n, row.shape[0]), tl.float32)
+    if most > 0:
+        added = _add_part(delta, found, w, rows, mine, 0, first_part, first, end, added, block_n)
+    for lane in tl.range(0, most, 16, num_stages=1):
+        other = tl.where(lane == 0, first_part + 1, first_part)
+        for part in tl.range(other, last_part + 1, num_stages=1):
+            # Loaded anew, so that no address is kept in registers for what few adapters need.
+            mine, rank = _adapters(delta, tl.arange(0, len(delta[11])), count)
+            w = _load_b(delta, first, end, lane, part, mine, rank, block_n)
+            rows = _rows_of(delta, found, lane, part)
+            added = _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_n)
     return added

@@ -13,6 +13,8 @@ from minisgl.kernels.adapters import (
     places_of_parts,
     tiles_of,
 )
+from minisgl.kernels.elementwise.reference import rms_norm
+from minisgl.kernels.linear.epilogue import FusedNorm
 
 TILE_ROWS = 16  # of `tiles`
 
@@ -45,6 +47,14 @@ def shrink(x: Tensor, weights: AdapterWeights, rows: AdaptedRows) -> Delta:
         a = weights.a[slot, :, :rank].float()
         v[mine, :, :rank] = torch.einsum("mk,prk->mpr", x[mine].float(), a)
     return Delta(v.flatten(1).unsqueeze(0), weights, rows)
+
+
+def shrink_norm(
+    x: Tensor, norm: FusedNorm, weights: AdapterWeights, rows: AdaptedRows
+) -> tuple[Tensor, Delta]:
+    """The norm of x, and the shrink of that."""
+    normed = rms_norm(x, norm.weight, norm.eps)
+    return normed, shrink(normed, weights, rows)
 
 
 def expand(y: Tensor, delta: Delta) -> None:

@@ -16,6 +16,15 @@ from minisgl.kernels.tuning import tuning_of
 from minisgl.shards import Shard
 
 
+def choose(choice: Choice) -> Chosen:
+    """The experts of each row, and their weights."""
+    if not isinstance(choice, Chosen) and runs_triton(choice.logits.device):
+        from minisgl.kernels.moe import routing
+
+        return routing.choose(choice)
+    return reference.choose(choice)
+
+
 def choose_of(choice: Choice, own: Shard) -> Chosen:
     """The experts of each row as a rank sees them that has only its `own`."""
     if not isinstance(choice, Chosen) and runs_triton(choice.logits.device):

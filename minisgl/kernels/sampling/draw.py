@@ -16,6 +16,7 @@ from minisgl.kernels.sampling.rows import (
     ids_of,
     load_integer,
     load_logits,
+    load_num_logprobs,
     segment_maxima,
     source_of,
 )
@@ -44,12 +45,13 @@ def draw_kernel(
     tiles_per_program,
     first_id,
     full: tl.constexpr,
+    processed: tl.constexpr,
     quads_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One part of a row: the order key of its best token unless the row has top_k; if the row is
     filtered, the largest logit, and the maximum logit and an upper bound of the scores of each
-    segment.
+    segment. processed: the maxima also of a row that wants logprobs.
 
     The logits start at id `first_id`, a multiple of 4; the keys have the ids of the vocabulary.
     """
@@ -59,6 +61,9 @@ def draw_kernel(
     index = tl.load(output_index + row).to(tl.int32)
     seed = load_integer(records, slot, SEED)
     temperature, _, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size, full)
+    has_maxima = filtered
+    if processed:
+        has_maxima = filtered | (load_num_logprobs(records, slot) >= 0)
     source = source_of(
         logits,
         edited,
@@ -92,7 +97,7 @@ def draw_kernel(
         segments = tile * (quads_block // SEGMENT_QUADS) + tl.arange(
             0, quads_block // SEGMENT_QUADS
         )
-        if filtered:
+        if has_maxima:
             maxima = segment_maxima(x)
             tl.store(segment_max + segments, maxima, mask=segments < num_segments)
             peaks = tl.maximum(peaks, maxima)

@@ -114,7 +114,7 @@ def weigh_kernel(
         )
         token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
-        low = _least_kept(largest, min_p)
+        low = least_kept(largest, min_p)
         drawn = _key_of_token(source, token, temperature, full)
         totals = tl.zeros([quads_block], tl.int64)
         befores = tl.zeros([quads_block], tl.int64)
@@ -179,7 +179,7 @@ def _peak(peaks, row, num_tiles, num_splits, tiles_block: tl.constexpr):
 
 
 @triton.jit
-def _deviation(source, full: tl.constexpr):
+def deviation(source, full: tl.constexpr):
     """The standard deviation of a row's logits, as by deviation of reference.py."""
     quads_block: tl.constexpr = LIST_SEGMENTS * SEGMENT_QUADS
     counts = tl.zeros([quads_block], tl.int32)
@@ -204,7 +204,7 @@ def _deviation(source, full: tl.constexpr):
 
 
 @triton.jit
-def _least_kept(largest, min_p):
+def least_kept(largest, min_p):
     low = tl.cast(LOWEST, tl.int64)
     if min_p > 0:
         low = least_key(largest + tl.log(min_p))
@@ -212,7 +212,7 @@ def _least_kept(largest, min_p):
 
 
 @triton.jit
-def _target(total, top_p):
+def target_of(total, top_p):
     """The weight that top_p keeps; at least 1, since the first token is always kept."""
     return tl.maximum(total.to(tl.float64) * top_p.to(tl.float64), 1.0)
 
@@ -282,11 +282,11 @@ def settle_kernel(
         segment_bound += row * num_segments
         segment_list += row * (num_segments + LIST_SEGMENTS)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
-        low = _least_kept(largest, min_p)
+        low = least_kept(largest, min_p)
         if full:  # noqa: SIM102, the one is known to the compiler
             if num_sigma > 0:
                 peak = _peak(peaks, row, num_tiles, num_splits, tiles_block)
-                least = tl.div_rn(peak - num_sigma * _deviation(source, full), temperature)
+                least = tl.div_rn(peak - num_sigma * deviation(source, full), temperature)
                 low = tl.maximum(low, least_key(least))
         target = tl.cast(1.0, tl.float64)  # a kept token has less weight before it
         settled = tl.cast(0, tl.int1)
@@ -296,7 +296,7 @@ def settle_kernel(
             settled = (drawn >= low) & (unweighed == 0)
             if by_top_p & (unweighed == 0):
                 total, before = _weighed(sums, row, num_tiles, num_splits, tiles_block)
-                target = _target(total, top_p)
+                target = target_of(total, top_p)
                 rejected = before.to(tl.float64) >= target
                 settled = settled & (rejected == 0)
                 low = tl.where(rejected, tl.maximum(low, drawn + 1), low)
@@ -306,12 +306,12 @@ def settle_kernel(
             keys = _load_segment_keys(segment_max, temperature, num_segments, segments_block)
             least = least_of_value(low)
             if by_top_k:
-                least = _cut_of_segments(keys, largest, top_k, num_segments)
+                least = cut_of_segments(keys, largest, top_k, num_segments)
             segments = tl.arange(0, segments_block)
-            listed = _write_list(segment_list, segments, (keys >= least) & (keys > LOWEST))
+            listed = write_list(segment_list, segments, (keys >= least) & (keys > LOWEST))
             if by_top_k:
                 least = tl.where(top_k <= num_segments, least_of_value(least), LOWEST + 1)
-                last = _key_of_last(
+                last = key_of_last(
                     source,
                     segment_list,
                     listed,
@@ -352,11 +352,11 @@ def settle_kernel(
                         low = _key_of_token(source, token, temperature, full) + 1
                     hot = hot & certain
                 if weighs:
-                    weight = _weigh(source, segment_list, listed, temperature, largest, low, full)
+                    weight = weigh(source, segment_list, listed, temperature, largest, low, full)
                     if draws:
                         settled = weight.to(tl.float64) < target
                     else:
-                        target = _target(weight, top_p)
+                        target = target_of(weight, top_p)
                 draws = tl.cast(1, tl.int1)
     tl.store(out_tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
@@ -385,7 +385,7 @@ def _load_segment_keys(segment_max, temperature, num_segments, segments_block: t
 
 
 @triton.jit
-def _cut_of_segments(keys, largest, top_k, num_segments):
+def cut_of_segments(keys, largest, top_k, num_segments):
     """A key that the k segments with the largest maxima reach, which hold the k most likely tokens,
     and at most as many more as fill the last tile of the list."""
     wanted = tl.minimum(top_k, num_segments).to(tl.int32)
@@ -413,11 +413,11 @@ def _list_hottest(
     high = tl.max(keys) + 1
     cut = select(keys, tl.cast(LOWEST, tl.int64), high, LIST_SEGMENTS // 2, LIST_SEGMENTS)
     others = tl.max(tl.where(keys >= cut, LOWEST, keys))
-    return _write_list(hot_list, segments, keys >= cut), value_of(others)
+    return write_list(hot_list, segments, keys >= cut), value_of(others)
 
 
 @triton.jit
-def _write_list(places, segments, chosen):
+def write_list(places, segments, chosen):
     """Compacts the chosen segments into `places`; returns their number."""
     tl.store(places + tl.cumsum(chosen.to(tl.int32), 0) - 1, segments, mask=chosen)
     tl.debug_barrier()
@@ -442,7 +442,7 @@ def load_listed(source, segment_list, listed, tile, temperature, full: tl.conste
 
 
 @triton.jit
-def _key_of_last(
+def key_of_last(
     source,
     segment_list,
     listed,
@@ -503,7 +503,7 @@ def _gather(
 
 
 @triton.jit
-def _weigh(
+def weigh(
     source,
     segment_list,
     listed,

@@ -15,7 +15,8 @@ that rounding may differ. Three ideas keep the cost near that of reading the log
 - The first pass writes the maximum of every segment. The k likeliest tokens are in the k segments
   with the largest maxima (of equal maxima, those with lower ids), because each of these has a token
   that precedes every token of the other segments. So top_k rereads k segments instead of the row,
-  and 20 top logprobs reread 20.
+  and 20 top logprobs reread 20. A
+  token's rank is counted in the segments whose maxima reach its logit, which are few.
 
 Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full one has `edit`
 before and `record` after them (scores.py).
@@ -54,7 +55,6 @@ from minisgl.kernels.sampling.rows import SEGMENT
 from minisgl.kernels.sampling.scores import edit_kernel, record_kernel
 from minisgl.kernels.sampling.tables import SamplingTables
 from minisgl.kernels.tuning import tuning_of
-from minisgl.request import MAX_LOGPROBS
 
 _TILE = 2048  # ids that a program works on at a time
 
@@ -107,9 +107,20 @@ class TritonSampling:
     allowed tokens; without it masks are ignored. The kernels keep to the rule of launch_options.py.
     """
 
-    def __init__(self, tables: SamplingTables, workspace: SampleWorkspace) -> None:
+    def __init__(
+        self,
+        tables: SamplingTables,
+        workspace: SampleWorkspace,
+        *,
+        num_top: int,
+        processed: bool = False,
+    ) -> None:
+        """num_top: the most top logprobs of a row, up to 2 * LIST_SEGMENTS. processed: logprobs
+        are of what is drawn from, in place of the raw logits."""
         self._tables = tables
         self._workspace = workspace
+        self._num_top = min(num_top, workspace.vocab_size)
+        self._processed = processed
 
     def sample(
         self,
@@ -162,23 +173,24 @@ class TritonSampling:
         """Samples with the full variant: edits, penalties and rare filters, too, and counts the
         tokens into the history.
 
-        Two kernels more. Of the scores, a row's logprob and its first num_logprobs top logprobs are
-        written; those of rows that want none are undefined. Raises RuntimeError if it is captured
-        before what it needs is allocated: the tables' history, and the workspace by the first call.
+        Two kernels more. Of the scores, a row's logprob, rank and first num_logprobs top logprobs
+        are written; those of rows that want none are undefined. Raises RuntimeError if it is
+        captured before what it needs is allocated: the tables' history, and the workspace by the
+        first call.
         """
         tables, workspace = self._tables, self._workspace
         complete = tables.prompt_seen is not None and workspace.edited is not None
         if not complete and logits.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("allocate the history and sample once before this is captured")
         workspace.allocate_full()
-        num_rows, vocab_size = logits.shape
+        num_rows = len(logits)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        scores = _empty_scores(num_rows, vocab_size, logits.device)
+        scores = _empty_scores(num_rows, self._num_top, logits.device)
         for part in _blocks(logits, workspace):
             rows = logits[part], slots[part], output_index[part]
             self._edit(rows)
             self._draw(rows, workspace.edited, token_ids[part], top_p=top_p, masked=masked)
-            self._record(rows, token_ids[part], scores, part)
+            self._record(rows, token_ids[part], scores, part, masked)
         return token_ids, scores
 
     def _best(
@@ -207,6 +219,7 @@ class TritonSampling:
             tiles,
             first_id,
             full=edited is not None,
+            processed=self._processed and edited is not None,
             quads_block=_TILE // 4,
             num_warps=4,
             maxnreg=128 if edited is None else 168,  # so that an SM holds four or three
@@ -298,26 +311,34 @@ class TritonSampling:
             **_options(logits),
         )
 
-    def _record(self, rows: _Rows, token_ids: Tensor, scores: TokenScores, part: slice) -> None:
+    def _record(
+        self, rows: _Rows, token_ids: Tensor, scores: TokenScores, part: slice, masked: bool
+    ) -> None:
         (logits, slots, _), tables, workspace = rows, self._tables, self._workspace
         num_rows, vocab_size = logits.shape
         record_kernel[(num_rows,)](
             logits,
+            workspace.edited,
             slots,
             tables.records,
+            *_mask_table(tables, masked),
             token_ids,
             tables.output_counts,
-            workspace.raw_max,
+            workspace.segment_max if self._processed else workspace.raw_max,
             workspace.tile_sums,
             workspace.segment_list,
+            workspace.gathered,
             scores.logprob[part],
+            scores.rank[part],
             scores.top_ids[part],
             scores.top_logprobs[part],
             vocab_size,
             logits.stride(0),
             workspace.num_segments,
             workspace.num_tiles,
-            scores.top_ids.shape[1],
+            self._num_top,
+            lists=triton.cdiv(max(self._num_top, 1), LIST_SEGMENTS.value),
+            processed=self._processed,
             segments_block=triton.next_power_of_2(workspace.num_segments),
             tiles_block=triton.next_power_of_2(workspace.num_tiles),
             num_warps=8,
@@ -334,10 +355,11 @@ def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
     return [slice(first, first + size) for first in range(0, num_rows, size)]
 
 
-def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> TokenScores:
-    shape = (num_rows, min(MAX_LOGPROBS, vocab_size))
+def _empty_scores(num_rows: int, num_top: int, device: torch.device) -> TokenScores:
+    shape = (num_rows, num_top)
     return TokenScores(
         logprob=torch.empty(num_rows, dtype=torch.float32, device=device),
+        rank=torch.empty(num_rows, dtype=torch.int64, device=device),
         top_ids=torch.empty(shape, dtype=torch.int64, device=device),
         top_logprobs=torch.empty(shape, dtype=torch.float32, device=device),
     )

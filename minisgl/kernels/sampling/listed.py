@@ -18,12 +18,13 @@ def list_logprobs(
     """
     asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
     rows = [row for row, _ in asked]
-    logprob = scores.logprob[rows].tolist()
+    logprob, rank = scores.logprob[rows].tolist(), scores.rank[rows].tolist()
     top_ids, top = scores.top_ids[rows].tolist(), scores.top_logprobs[rows].tolist()
     return {
         row: TokenLogprobs(
             token_ids[row],
             logprob[place],
+            rank[place],
             tuple(zip(top_ids[place][:num], top[place][:num], strict=True)),
         )
         for place, (row, num) in enumerate(asked)

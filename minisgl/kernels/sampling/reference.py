@@ -36,20 +36,29 @@ class TokenScores:
     tokens."""
 
     logprob: Tensor  # [rows] float32
+    rank: Tensor  # [rows] int64: its place in the row, likeliest first, from 1 on
     top_ids: Tensor  # [rows, k] int64, likeliest first; of equals the lower id first
     top_logprobs: Tensor  # [rows, k] float32
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
-    """Logprobs of `token_ids` [rows] int64 and of each row's k likeliest tokens, under raw `logits`
-    [rows, vocab] float32."""
-    logprobs = logits.log_softmax(dim=-1)
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, drawn: Tensor | None = None
+) -> TokenScores:
+    """Logprobs and ranks of `token_ids` [rows] int64, and logprobs of each row's k likeliest
+    tokens, under `logits` [rows, vocab] float32. drawn: of `filtered`, to score these in place of
+    the logits, in whose order the tokens stay."""
+    logprobs = (logits if drawn is None else drawn).log_softmax(dim=-1)
+    own = token_ids[:, None]
+    value = logits.gather(1, own)
+    is_before = torch.arange(logits.shape[1], device=logits.device) < own  # where they are equal
+    precedes = (logits > value) | ((logits == value) & is_before)
     if k == 0:
         top_ids = token_ids.new_empty((len(token_ids), 0))
     else:
         top_ids = order_keys(logits).topk(min(k, logits.shape[1]), dim=-1).indices
     return TokenScores(
-        logprob=logprobs.gather(1, token_ids[:, None]).squeeze(1),
+        logprob=logprobs.gather(1, own).squeeze(1),
+        rank=1 + precedes.sum(dim=1),
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
     )
@@ -106,6 +115,15 @@ def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
     sample of the remaining tokens. A token's noise does not depend on the filters.
     Without filters the logits may be a vocabulary shard that starts at `first_id`, a multiple of 4.
     """
+    kept = filtered(logits, rows)
+    uniform_numbers = uniform(rows.seed, rows.output_index, logits.shape[1], first_id)
+    gumbel = -(-uniform_numbers.log()).log()
+    return torch.where(rows.temperature[:, None] == 0, kept, kept + gumbel)
+
+
+def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """The logits [rows, vocab] float32 after temperature, and -inf for those that the filters take
+    away. Greedy rows are returned as they are."""
     greedy = rows.temperature[:, None] == 0
     temperature = rows.temperature[:, None].masked_fill(greedy, 1.0)
     scaled = logits / temperature
@@ -118,9 +136,7 @@ def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
     if top_k is not None or top_p is not None:
         scaled = scaled.masked_fill(~_keep_top(scaled, top_k, top_p), -torch.inf)
-    uniform_numbers = uniform(rows.seed, rows.output_index, logits.shape[1], first_id)
-    gumbel = -(-uniform_numbers.log()).log()
-    return torch.where(greedy, logits, scaled + gumbel)
+    return torch.where(greedy, logits, scaled)
 
 
 def deviation(logits: Tensor) -> Tensor:

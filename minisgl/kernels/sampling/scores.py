@@ -8,7 +8,8 @@ import triton.language as tl
 
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.sampling.device_order import LOWEST, id_of, order_key, value_of
-from minisgl.kernels.sampling.filters import LIST_SEGMENTS, load_listed
+from minisgl.kernels.sampling.filters import LIST_IDS, LIST_SEGMENTS, load_listed, write_list
+from minisgl.kernels.sampling.kept import weigh_kept
 from minisgl.kernels.sampling.rows import (
     MIN_TOKENS,
     NUM_EDITS,
@@ -16,9 +17,11 @@ from minisgl.kernels.sampling.rows import (
     float_of,
     ids_of,
     load_integer,
+    load_logits,
     load_num_logprobs,
     load_penalties,
     segment_maxima,
+    source_of,
 )
 
 
@@ -123,18 +126,25 @@ def _penalize(x, ids, penalties, prompt_seen, output_counts, history, mask):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["slots", "out_tokens", "logprob", "top_ids", "top_logprobs"],
+    do_not_specialize_on_alignment=[
+        *("slots", "out_tokens", "logprob", "rank", "top_ids", "top_logprobs"),
+    ],
 )
 def record_kernel(
     logits,
+    edited,
     slots,
     records,
+    masks,
+    mask_stride,
     out_tokens,
     output_counts,
-    raw_max,
+    segment_max,
     tile_sums,
     segment_list,
+    gathered,
     logprob,
+    rank,
     top_ids,
     top_logprobs,
     vocab_size,
@@ -142,15 +152,20 @@ def record_kernel(
     num_segments,
     num_tiles,
     num_top,
+    lists: tl.constexpr,
+    processed: tl.constexpr,
     segments_block: tl.constexpr,
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Counts a row's token if the row has penalties, and writes its logprob and the top logprobs if
-    the row wants them.
+    """Counts a row's token if the row has penalties, and writes its logprob and rank and the top
+    logprobs if the row wants them.
 
-    The likeliest tokens are selected one by one: first the segments with the largest maxima, then
-    their tokens.
+    Without `processed`, the logprobs are those of the raw logits, whose maxima are in segment_max;
+    with it, those of what is left of the logits that the draw has read, whose maxima are there.
+    The rank is counted in the segments whose maxima reach the token. The likeliest tokens are
+    selected one by one: first the segments with the largest maxima, then their tokens. `lists`: 1
+    or 2, each of LIST_SEGMENTS segments, which has to be enough for num_top.
     """
     wait_for_previous(pdl)
     row = tl.program_id(0).to(tl.int64)
@@ -161,20 +176,49 @@ def record_kernel(
             tl.atomic_add(output_counts + slot * vocab_size + token, 1)
     wanted = tl.minimum(load_num_logprobs(records, slot), num_top)
     if wanted >= 0:
-        logits += row * stride
         segment_list += row * (num_segments + LIST_SEGMENTS)
-        tiles = tl.arange(0, tiles_block)
-        sums = tile_sums + (row * num_tiles + tiles) * 2
-        maxima = tl.load(sums, mask=tiles < num_tiles, other=-float("inf"))
-        largest = tl.max(maxima)
-        parts = tl.load(sums + 1, mask=tiles < num_tiles, other=0.0)
-        log_sum = tl.log(tl.sum(parts * tl.exp(maxima - largest)))
-        x = tl.load(logits + token).to(tl.float32)
-        tl.store(logprob + row, x - largest - log_sum)
-
         segments = tl.arange(0, segments_block)
         exists = segments < num_segments
-        maxima = tl.load(raw_max + row * num_segments + segments, mask=exists, other=-float("inf"))
+        segment_max += row * num_segments
+        maxima = tl.load(segment_max + segments, mask=exists, other=-float("inf"))
+        if processed:
+            source = source_of(
+                logits,
+                edited,
+                records,
+                masks,
+                mask_stride,
+                row,
+                slot,
+                stride,
+                vocab_size,
+                0,
+                True,
+            )
+            gathered += row * LIST_IDS
+            temperature, low, largest, log_sum = weigh_kept(
+                source, records, slot, maxima, segment_list, gathered, num_segments
+            )
+        else:
+            source = (logits + row * stride, logits, vocab_size, 0, vocab_size)
+            temperature = 1.0
+            tiles = tl.arange(0, tiles_block)
+            sums = tile_sums + (row * num_tiles + tiles) * 2
+            peaks = tl.load(sums, mask=tiles < num_tiles, other=-float("inf"))
+            largest = tl.max(peaks)
+            parts = tl.load(sums + 1, mask=tiles < num_tiles, other=0.0)
+            log_sum = tl.log(tl.sum(parts * tl.exp(peaks - largest)))
+        x = load_logits(source, token, token < vocab_size, processed)
+        tl.store(logprob + row, tl.div_rn(x, temperature) - largest - log_sum)
+
+        own, before = order_key(x, token), tl.cast(0, tl.int32)
+        listed = write_list(segment_list, segments, exists & (maxima >= x))
+        for tile in range(tl.cdiv(listed, LIST_SEGMENTS)):
+            candidates = load_listed(source, segment_list, listed, tile, 1.0, processed)[2]
+            before += tl.sum((candidates > own).to(tl.int32))
+        tl.store(rank + row, before.to(tl.int64) + 1)
+        tl.debug_barrier()
+
         keys = tl.where(exists, order_key(maxima, segments), LOWEST)
         listed = tl.minimum(wanted, num_segments)
         for place in range(listed):
@@ -182,11 +226,19 @@ def record_kernel(
             tl.store(segment_list + place, id_of(best))
             keys = tl.where(keys == best, LOWEST, keys)
         tl.debug_barrier()
-        source = (logits, logits, vocab_size, 0, vocab_size)
-        candidates = load_listed(source, segment_list, listed, 0, 1.0, False)[2]
+        candidates = load_listed(source, segment_list, listed, 0, 1.0, processed)[2]
+        others = candidates
+        if lists > 1:
+            others = load_listed(source, segment_list, listed, 1, 1.0, processed)[2]
         for place in range(wanted):
             best = tl.max(candidates)
+            if lists > 1:
+                best = tl.maximum(best, tl.max(others))
+                others = tl.where(others == best, LOWEST, others)
             candidates = tl.where(candidates == best, LOWEST, candidates)
             tl.store(top_ids + row * num_top + place, id_of(best).to(tl.int64))
-            score = value_of(best) - largest - log_sum
+            scaled = tl.div_rn(value_of(best), temperature)
+            score = scaled - largest - log_sum
+            if processed:
+                score = tl.where(order_key(scaled, id_of(best)) >= low, score, -float("inf"))
             tl.store(top_logprobs + row * num_top + place, score)

@@ -59,9 +59,11 @@ def feed_slots(
         num_top = scores.top_ids.shape[1]
         _send_scores[(num_rows,)](
             scores.logprob,
+            scores.rank,
             scores.top_ids,
             scores.top_logprobs,
             ring.logprob,
+            ring.rank,
             ring.top_ids,
             ring.top_logprobs,
             ring.next_entry,
@@ -287,9 +289,11 @@ def _feed(
 @triton.jit
 def _send_scores(
     logprob,
+    rank,
     top_ids,
     top_logprobs,
     ring_logprob,
+    ring_rank,
     ring_ids,
     ring_logprobs,
     next_entry,
@@ -303,6 +307,7 @@ def _send_scores(
     row = tl.program_id(0)
     place = tl.load(next_entry) * ring_rows + row
     tl.store(ring_logprob + place, tl.load(logprob + row))
+    tl.store(ring_rank + place, tl.load(rank + row).to(tl.int32))
     index = tl.arange(0, block)
     there = index < num_top
     source = row * top_stride + index

@@ -106,6 +106,7 @@ class OutputRing:
 
     token_ids: Tensor  # [ring, rows] int32
     logprob: Tensor  # [ring, rows] float32: see TokenScores
+    rank: Tensor  # [ring, rows] int32
     top_ids: Tensor  # [ring, rows, num_top] int32
     top_logprobs: Tensor  # [ring, rows, num_top] float32
     run_lengths: Tensor  # [ring, rows] int32: of the runs; undefined if all have one token
@@ -122,6 +123,7 @@ class OutputRing:
         return OutputRing(
             token_ids=zeros(num_rows, dtype=torch.int32),
             logprob=zeros(num_rows, dtype=torch.float32),
+            rank=zeros(num_rows, dtype=torch.int32),
             top_ids=zeros(num_rows, num_top, dtype=torch.int32),
             top_logprobs=zeros(num_rows, num_top, dtype=torch.float32),
             run_lengths=zeros(num_rows, dtype=torch.int32),

@@ -87,6 +87,7 @@ def feed_slots(
     if scores is not None:
         num_top = scores.top_ids.shape[1]
         ring.logprob[ring_entry, :num_rows].copy_(scores.logprob, non_blocking=True)
+        ring.rank[ring_entry, :num_rows].copy_(scores.rank, non_blocking=True)
         ring.top_ids[ring_entry, :num_rows, :num_top].copy_(scores.top_ids, non_blocking=True)
         logprobs = ring.top_logprobs[ring_entry, :num_rows, :num_top]
         logprobs.copy_(scores.top_logprobs, non_blocking=True)

@@ -15,13 +15,15 @@ from minisgl.attention.state import LayerState
 from minisgl.config import LayerSpec, ModelFacts, SharedKV
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.linear import select_product
+from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.float32_product import Float32Product
 from minisgl.kernels.linear.product import Product
 from minisgl.layers.linear import Linear
 from minisgl.layers.step import Step
 from minisgl.models.adopted.attend import Seat, take_seats
 from minisgl.models.adopted.discover import Discovered, inputs
 from minisgl.models.adopted.heads import Heads
-from minisgl.models.adopted.modules import NormOf
+from minisgl.models.adopted.modules import HeadOf, MapOf, NormOf
 from minisgl.models.adopted.names import joined_maps
 from minisgl.models.adopted.own_rows import OwnRows
 from minisgl.models.adopted.rows import computed, rows_of
@@ -144,6 +146,16 @@ class AdoptedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """The rank's part of the logits: [n, part]."""
         return self._head(hidden)
+
+    def widen_head(self) -> None:
+        """Compute the logits in float32; see models/float32_head.py."""
+        head: Any = self.module.get_output_embeddings()
+        if isinstance(head, HeadOf):
+            assert isinstance(head.product, DenseProduct)
+            head.product = Float32Product(head.product)
+        elif isinstance(head, MapOf):
+            assert isinstance(head.linear.product, DenseProduct)
+            head.linear.replace_product(Float32Product(head.linear.product))
 
     def destinations(self, scheme: QuantizedFormat | None) -> Destinations:
         """Where the tensors of a checkpoint go. scheme: of its quantised weights."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minisgl.kernels import dispatch
 from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.product import Product
 from minisgl.kernels.moe.reference import ByRouter, Choice, Chosen, Routing, choose
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import Rows
@@ -81,9 +82,14 @@ class MapOf(nn.Module):
         self._product, self._index = product, index
 
     @property
+    def linear(self) -> Linear:
+        """What computes it, perhaps with other maps of the same rows."""
+        return self._product.linear
+
+    @property
     def weight(self) -> Tensor:
         """Of the product, in which the maps of the same rows are one."""
-        return self._product.linear.product.weights["weight"]
+        return self.linear.product.weights["weight"]
 
     def forward(self, x: Any) -> Any:
         return self._product(x, self._index, rows_now(self))
@@ -204,10 +210,10 @@ class HeadOf(nn.Module):
 
     def __init__(self, product: DenseProduct) -> None:
         super().__init__()
-        self._product = product
+        self.product: Product = product
         if product.bias is not None:
             self.bias = nn.Parameter(product.bias, requires_grad=False)
 
     def forward(self, x: Any) -> Tensor:
         rows = computed(rows_of(x))
-        return self._product(rows).view(*x.shape[:-1], -1)
+        return self.product(rows).view(*x.shape[:-1], -1)

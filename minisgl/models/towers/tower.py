@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from minisgl.errors import UnsupportedModelError
+from minisgl.images.picture import BFLOAT16
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
@@ -25,7 +26,13 @@ from minisgl.models.towers.sight import Sight
 
 _TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
 _HEAD = "lm_head."
-_DTYPES = {"f": torch.float32, "i": torch.int64, "u": torch.int64, "b": torch.bool}
+_DTYPES = {
+    "f": torch.float32,
+    "i": torch.int64,
+    "u": torch.int64,
+    "b": torch.bool,
+    BFLOAT16.kind: torch.bfloat16,
+}
 
 
 class Tower:
@@ -61,13 +68,15 @@ class Tower:
 
     def _sent(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, where numbers that are no integers have the model's dtype."""
-        is_float = array.dtype.kind == "f"
-        dtype = _DTYPES[array.dtype.kind]
+        dtype = torch.float16 if array.dtype == np.float16 else _DTYPES[array.dtype.kind]
         on_gpu = self._device.type == "cuda"
         sent = torch.empty(array.shape, dtype=dtype, pin_memory=on_gpu)
-        np.copyto(sent.numpy(), array)
+        if array.dtype == BFLOAT16:
+            np.copyto(sent.view(torch.int16).numpy(), array.view(np.int16))
+        else:
+            np.copyto(sent.numpy(), array)
         moved = sent.to(self._device, non_blocking=True)
-        return moved.to(self._dtype) if is_float else moved
+        return moved.to(self._dtype) if dtype.is_floating_point else moved
 
 
 def _joined(features: Any) -> Tensor:

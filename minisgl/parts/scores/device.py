@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ class ScoreStep(StepPart):
         self._whole_logits = whole_logits
         self._block = max(1, MAX_SCORED_BYTES // (4 * vocab_size))
         self._chunks = plan.chunks
-        # The three tensors of TokenScores of each block, chunk by chunk.
+        # The four tensors of TokenScores of each block, chunk by chunk.
         self._copy: HostCopy | None = None
 
     def read_rows(self, hidden: Tensor, first_rows: Sequence[int]) -> None:
@@ -42,7 +43,7 @@ class ScoreStep(StepPart):
             rows = hidden[first : first + len(targets)]
             for some, part in zip(rows.split(self._block), targets.split(self._block), strict=True):
                 scores = top_logprobs(self._whole_logits(some).float(), part, chunk.num_top)
-                tensors += (scores.logprob, scores.top_ids, scores.top_logprobs)
+                tensors += (scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
         self._copy = self._lanes.download(tensors)
 
     def outcome(self) -> dict[int, list[TokenLogprobs | None]]:
@@ -54,7 +55,7 @@ class ScoreStep(StepPart):
         for chunk in self._chunks:
             rows = found[chunk.index] = []
             while len(rows) < len(chunk.token_ids):
-                scores = TokenScores(next(tensors), next(tensors), next(tensors))
+                scores = TokenScores(*(next(tensors) for _ in fields(TokenScores)))
                 count = len(scores.logprob)
                 targets = chunk.token_ids[len(rows) : len(rows) + count]
                 wanted = [chunk.num_top if each >= 0 else None for each in targets]

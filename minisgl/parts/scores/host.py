@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from minisgl.errors import InvalidRequestError
 from minisgl.request import Extra, Request, SamplingParams, TokenLogprobs
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
@@ -54,10 +55,20 @@ class ScorePlan(PartPlan):
 class Scores(Part):
     kind = PromptScores
 
+    def __init__(self, most: int) -> None:
+        """most: alternatives of a token."""
+        self._most = most
+
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> PromptScores | None:
         num_top = params.prompt_logprobs
+        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", num_top)):
+            if (asked or 0) > self._most:
+                reason = (
+                    f"at most {self._most} alternatives are allowed (--max-logprobs), not {asked}."
+                )
+                raise InvalidRequestError(name, reason)
         return None if num_top is None else PromptScores(num_top, len(prompt) - 1)
 
     def plan(self, work: StepWork) -> ScorePlan | None:

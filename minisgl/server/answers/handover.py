@@ -62,7 +62,7 @@ class Handover:
         headers = dict(scope["headers"])
         # One job for each prompt of which cached pages are used.
         jobs = [choice.job for choice in reply.choices]
-        jobs = [job for job in jobs if job.k == 0 and job.params.prompt_logprobs is None]
+        jobs = [job for job in jobs if job.k == 0 and not job.params.computes_prompt]
         if PREFILL in headers:
             return partial(self._offer, jobs)
         if PREFILLED in headers:

@@ -250,6 +250,8 @@ class GenerationRequest(CommonFields, kw_only=True):
     """Add the logprobs of the prompt, with so many alternatives. Default: none. Example: `1`"""
     return_token_ids: bool | None = None
     """Add the token ids of prompt and answer. Default: false. Example: `true`"""
+    return_routed_experts: bool | None = None
+    """Add the experts that each token takes, as base64. Default: false. Example: `true`"""
 
     response_format: ResponseFormat | None = None
     """Holds the answer to JSON, or to JSON of a schema. Default: free text. Example: `{"type":
@@ -263,6 +265,8 @@ class GenerationRequest(CommonFields, kw_only=True):
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs", "is not allowed with stream: true.")
+        if self.return_routed_experts and self.stream:
+            raise InvalidRequestError("return_routed_experts", "is not allowed with stream: true.")
 
     @property
     def num_choices(self) -> int:

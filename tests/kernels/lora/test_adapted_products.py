@@ -32,7 +32,9 @@ from minisgl.lora.adding_fp8 import AddingFp8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SIZE, INNER, RANK = torch.float16, 128, 64, 16
-PLAIN = AdapterKernels(reference.sort_rows, reference.shrink, reference.expand)
+PLAIN = AdapterKernels(
+    reference.sort_rows, reference.shrink, reference.shrink_norm, reference.expand
+)
 
 
 def expand(y: Tensor, delta: Delta) -> None:
@@ -40,7 +42,9 @@ def expand(y: Tensor, delta: Delta) -> None:
     expand_kernel.expand(y, delta)
 
 
-KERNELS = AdapterKernels(sort_kernel.sort_rows, shrink_kernel.shrink, expand)
+KERNELS = AdapterKernels(
+    sort_kernel.sort_rows, shrink_kernel.shrink, shrink_kernel.shrink_norm, expand
+)
 
 
 def adapters(k: int, *widths: int) -> AdapterWeights:
@@ -96,10 +100,17 @@ def test_a_gemm_adds_the_delta_in_each_of_its_epilogues(
     y = plain_up(normed)
     check(up(normed), y)
     assert (y - bases[0](normed)).abs().max() > 0.1
-    check(up.of_norm(Residual(x.clone()), norm)[0], y)
+    squares = x.float().square().unflatten(1, (4, -1)).sum(2)
+    for residual in Residual(x.clone()), Residual(x.clone(), squares=squares):
+        check(up.of_norm(residual, norm)[0], y)
+        kept, found, stream = up.of_kept_norm(residual, norm)
+        check(kept, normed)
+        check(found, y)
+        assert torch.equal(stream, x)
     inner = plain_down.gated_mul(y)
-    hidden, stream = up.gated_mul_of_norm(Residual(x.clone()), norm, down)
-    check(hidden, inner)
+    for residual in Residual(x.clone(), squares=squares), Residual(x.clone()):
+        hidden, stream = up.gated_mul_of_norm(residual, norm, down)
+        check(hidden, inner)
     check(up.gated_mul_of(normed, down), inner)
     after = down.add_to(inner, stream)
     wanted = x + plain_down(inner)

@@ -23,11 +23,12 @@ from minisgl.kernels.adapters import (
     b_of,
     places_of_parts,
 )
+from minisgl.kernels.elementwise.reference import rms_norm
 from minisgl.kernels.linear.dense_gemm import linear
-from minisgl.kernels.linear.epilogue import GATED, Epilogue
+from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
 from minisgl.kernels.lora import expand_kernel, reference, sort_kernel
-from minisgl.kernels.lora.shrink_kernel import shrink
+from minisgl.kernels.lora.shrink_kernel import shrink, shrink_norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STREAM = LinearTiles(64, 16, 32, num_stages=2)
@@ -140,6 +141,23 @@ def test_shrink_and_expand_match_float64(
     reference.expand(by_torch, reference.shrink(x, weights, rows))
     torch.testing.assert_close(by_torch.double(), expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(y[rows.adapters == 0], before[rows.adapters == 0])
+
+
+@pytest.mark.parametrize(("ranks", "num_rows", "k", "widths"), CASES)
+def test_shrink_norms_all_rows(
+    ranks: tuple[int, ...], num_rows: int, k: int, widths: tuple[int, ...]
+) -> None:
+    """Also those without an adapter; and v is that of the norm, to the bit."""
+    weights, _ = adapters_of(ranks, k, widths, dtype=torch.float16)
+    rows = sort_kernel.sort_rows(some_adapters(num_rows, len(ranks)), len(ranks))
+    x = torch.randn(num_rows, k, device=DEVICE).half()
+    factor, eps = torch.rand(k, device=DEVICE).half(), 1e-3
+    squares = torch.rand(num_rows, 5, device=DEVICE)
+    squares *= x.double().square().sum(1, keepdim=True).float() / squares.sum(1, keepdim=True)
+    normed, delta = shrink_norm(x, FusedNorm(factor, eps, squares), weights, rows)
+    torch.testing.assert_close(normed, rms_norm(x, factor, eps), rtol=2e-3, atol=1e-6)
+    alone = with_nan_where_undefined(shrink(normed, weights, rows))
+    assert torch.equal(with_nan_where_undefined(delta).v.nan_to_num(), alone.v.nan_to_num())
 
 
 @pytest.mark.parametrize("num_rows", [40, 300])

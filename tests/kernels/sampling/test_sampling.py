@@ -216,6 +216,12 @@ class TestTopLogprobs:
         for k in (0, 1, 20, 500):
             assert torch.equal(top_logprobs(logits, order[:, 0], k).top_ids, order[:, :k])
 
+    def test_ranks_are_places_in_the_order_of_all_tokens(self):
+        logits = random_logits(8, 500).round()
+        order = logits.sort(dim=-1, descending=True, stable=True).indices
+        for place in (0, 1, 19, 20, 300, 499):
+            assert top_logprobs(logits, order[:, place], 0).rank.tolist() == [place + 1] * 8
+
     def test_top_logprobs_order_every_kind_of_float(self):
         logits = torch.tensor([[-INF, 0.0, -0.0, 1e-40, -1e-40, -3e38, 3e38, -INF, 0.0]])
         ids = top_logprobs(logits, torch.tensor([0]), 9).top_ids

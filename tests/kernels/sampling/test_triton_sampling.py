@@ -33,6 +33,7 @@ from minisgl.kernels.sampling.philox import philox4x32, uniform
 from minisgl.kernels.tuning import H200
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner import sampler as sampler_module
+from minisgl.runner.sampling_features import Scoring
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABS = (5, 97, 1000, 2048, 5000)
@@ -318,6 +319,53 @@ class TestFull:
         for step in range(3):
             assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0, step
             batch.output_index.add_(1)
+
+    @pytest.mark.parametrize("vocab_size", [97, 9000])
+    def test_up_to_128_alternatives_equal_the_reference(self, vocab_size: int) -> None:
+        """Of 9,000 ids, 128 alternatives lie in more segments than a list has."""
+        params = [SamplingParams(temperature=2, logprobs=n) for n in (128, 65, 64, 20, 0)]
+        logits = random_logits(5, vocab_size, seed=12, scale=0.5).to(DEVICE)
+        logits[3::4] = logits[3::4].round()
+        batch = Batch.of(params, 5, logits, scoring=Scoring(most=128))
+        sampled = batch.sample(ANY_FULL)
+        scores = sampled.scores
+        assert scores is not None and scores.top_ids.shape[1] == min(128, vocab_size)
+        assert scores.rank.max() > 20
+        batch.check_scores(scores, sampled.token_ids)
+
+    @pytest.mark.parametrize("kind", [*PLAIN, "sigma", "full"])
+    def test_processed_logprobs_equal_the_reference(self, kind: str) -> None:
+        """4,200 ids are two tiles, and more segments than a list has."""
+        params = {**PLAIN, "sigma": SIGMA, "full": FULL}[kind]
+        params = [replace(each, logprobs=(place * 5) % 21) for place, each in enumerate(params)]
+        logits = random_logits(len(params), 4200, seed=13, scale=1.5).to(DEVICE)
+        batch = Batch.of(params, len(params), logits, scoring=Scoring(processed=True))
+        batch.sampler.tables.allocate_history()
+        assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0
+
+    def test_processed_logprobs_are_of_the_tokens_that_a_mask_allows(self) -> None:
+        allowed = allowed_tokens(12, 1000)
+        params = [replace(each, logprobs=7) for each in FULL]
+        logits, scoring = masked_logits(12, 1000, seed=32), Scoring(processed=True)
+        batch = Batch.of(params, 12, logits, allowed=allowed, scoring=scoring)
+        features = ANY_FULL._replace(masked=True)
+        assert batch.check_full(lambda: batch.sample(features)) == 0
+
+    def test_processed_logprobs_of_a_row_are_the_same_alone_and_in_any_batch(self) -> None:
+        params = [replace(each, logprobs=5) for each in MIXED]
+        logits = random_logits(6, 2100, seed=14, scale=1.0).to(DEVICE)
+        batch = Batch.of(params, 6, logits, scoring=Scoring(processed=True))
+        together = batch.sample(ANY_FULL).scores
+        assert together is not None
+        for row in (0, 4):
+            one = replace(
+                batch,
+                logits=logits[[row]],
+                slots=batch.slots[[row]],
+                output_index=batch.output_index[[row]],
+            )
+            alone = one.sample(ANY_FULL).scores
+            assert alone is not None and alone.logprob[0] == together.logprob[row]
 
     def test_the_full_variant_samples_plain_rows_like_the_plain_variant(self) -> None:
         """No row has penalties, so there is no history."""

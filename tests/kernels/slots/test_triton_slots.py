@@ -131,7 +131,8 @@ def some_scores(num_rows: int, num_top: int | None) -> TokenScores | None:
     if num_top is None:
         return None
     ids = torch.randint(0, 1000, (num_rows, num_top))
-    return TokenScores(torch.randn(num_rows), ids, torch.randn(num_rows, num_top))
+    ranks = torch.randint(1, 1000, (num_rows,))
+    return TokenScores(torch.randn(num_rows), ranks, ids, torch.randn(num_rows, num_top))
 
 
 def on_device(value: Tensor | TokenScores | None) -> Tensor | TokenScores | None:

@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
 from support.fake_matcher import FakeMatcher, held_to, tokens_after
-from support.http_server import HELLO, wait_for_health
+from support.forked_programs import forked_session
+from support.http_server import HELLO, session, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
 from support.processes import check_running, pids_of
@@ -337,20 +339,13 @@ def test_a_script_without_a_main_guard_gets_an_explanation(tmp_path: Path) -> No
 
 @contextmanager
 def tp_server(
-    *options: str, loaded: bool = True
+    *options: str, loaded: bool = True, start: Callable[..., Any] = forked_session
 ) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
     """A real one on two ranks, its address, and the processes that it has started. loaded: it
-    answers; else its rank has just been started."""
-    command = [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", "--tp", "2"]
+    answers; else its rank has just been started. start: the server; its rank is spawned anyway."""
+    command = ("-m", "minisgl", "serve", "--device", "cpu", "--tp", "2")
     pids: list[int] = []
-    with free_port() as port:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), *options],
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    with free_port() as port, start(*command, "--port", str(port), *options) as server:
         url = f"http://127.0.0.1:{port}"
         try:
             if loaded:
@@ -360,11 +355,7 @@ def tp_server(
                 pids = children_of(server.pid)
             yield server, url, pids
         finally:
-            server.kill()
-            server.wait()
-            assert server.stderr is not None
-            server.stderr.close()
-            for pid in filter(is_alive, pids):
+            for pid in filter(is_alive, [server.pid, *pids]):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -460,7 +451,7 @@ def test_ranks_do_not_outlive_a_server_that_is_killed() -> None:
 
 def test_ctrl_c_shuts_down_the_server_and_its_ranks_in_order() -> None:
     """A terminal sends it to every process of the group, also before a rank can ignore it."""
-    with tp_server() as (server, url, pids):
+    with tp_server(start=session) as (server, url, pids):
         status = Path(f"/proc/{rank_among(pids)}/status").read_text()
         blocked = int(status.split("SigBlk:\t")[1].split("\n")[0], 16)
         assert blocked >> (signal.SIGINT - 1) & 1

@@ -38,7 +38,7 @@ class Usage(Struct):
 
 class PromptToken(Struct):
     logprob: float
-    rank: int | None  # 1 for the likeliest; null for a prompt token that is not among the requested
+    rank: int  # 1 for the likeliest of all tokens
     decoded_token: str
 
 
@@ -92,6 +92,7 @@ class ChatAnswerChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: ChatEndReason
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
 
 
 class ChatCompletion(Struct, tag_field="object", tag="chat.completion"):
@@ -166,6 +167,7 @@ class CompletionAnswerChoice(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
 
 
 class Completion(Struct, tag_field="object", tag="text_completion"):

@@ -79,6 +79,7 @@ class ChatChoice(ChunkedChoice):
             logprobs=self._show(self._placed) if self._scored else None,
             finish_reason=self._end_reason(),
             token_ids=self._reported(self._token_ids),
+            routed_experts=self.last.routed_experts or UNSET,
         )
 
     @property

@@ -173,11 +173,12 @@ class ChunkedChoice(ReplyChoice):
             return None
         text_of = self._tokenizer.token_text if self._tokenizer else named_by_id
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
+        ranks[scored.token_id] = scored.rank
         found = {scored.token_id: scored.logprob} | dict(scored.top[: self.job.prompt_logprobs])
         return {
             str(token_id): PromptToken(
                 logprob=max(logprob, LOWEST_LOGPROB),
-                rank=ranks.get(token_id),
+                rank=ranks[token_id],
                 decoded_token=text_of(token_id),
             )
             for token_id, logprob in found.items()

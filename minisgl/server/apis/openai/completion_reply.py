@@ -60,6 +60,7 @@ class CompletionChoice(ChunkedChoice):
             prompt_token_ids=self.prompt_token_ids,
             token_ids=self._reported(self._token_ids),
             prompt_logprobs=self.prompt_logprobs,
+            routed_experts=self.last.routed_experts or UNSET,
         )
 
     def _opening(self) -> bytes:

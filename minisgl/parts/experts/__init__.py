@@ -1,0 +1,1 @@
+"""The experts that the tokens of requests have taken."""
