@@ -21,7 +21,6 @@ _OWNERS = (
     "minisgl.drafting.",
     "minisgl.kernels.linear.",
     "minisgl.kernels.moe.",
-    "minisgl.kernels.residual",
     "minisgl.layers.",
     "minisgl.models.",
 )
