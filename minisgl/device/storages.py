@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -36,12 +36,14 @@ class Storages:
         """That they take now."""
         return sum(each.nbytes() for each in self._storages)
 
-    def release(self, is_kept: Callable[[int], bool]) -> None:
-        """Give all memory back. is_kept: given an address, whether the host keeps what is there.
-        Raises RuntimeError if the host has no room; `restore` undoes what was done."""
+    def release(self, dropped: Collection[int], *, keeps_others: bool) -> None:
+        """Give all memory back. dropped: addresses of storages whose numbers are not kept on the
+        host. keeps_others: whether those of the others are. Raises RuntimeError if the host has no
+        room; `restore` undoes what was done."""
         for storage in self._storages:
             if num_bytes := storage.nbytes():
-                copy = _copied(storage) if is_kept(storage.data_ptr()) else None
+                is_kept = keeps_others and storage.data_ptr() not in dropped
+                copy = _copied(storage) if is_kept else None
                 self._released.append(_Released(storage, num_bytes, copy))
                 storage.resize_(0)
 

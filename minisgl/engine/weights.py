@@ -301,18 +301,19 @@ class Weights:
         await self._changes.make(self._sleep(level, in_flight))
 
     async def _sleep(self, level: int, in_flight: InFlight) -> None:
-        taker = self._open_taker()
-        if self._asleep:
+        taker, all_tags = self._open_taker(), {*get_args(Tag)}
+        if self._asleep == all_tags:
             return
         await self._hold("sleep")
         try:
             await asyncio.to_thread(taker.sleep, level == 2)
         except BaseException:
-            await asyncio.to_thread(taker.wake, get_args(Tag))
-            await asyncio.to_thread(taker.capture)
-            await self._release("sleep")
+            if not self._asleep:
+                await asyncio.to_thread(taker.wake, sorted(all_tags))
+                await asyncio.to_thread(taker.capture)
+                await self._release("sleep")
             raise
-        self._asleep = {*get_args(Tag)}
+        self._asleep = all_tags
         if level == 2:
             self._incomplete = WeightsIncompleteError(
                 "The weights were dropped. Allowed: an update of all of them."

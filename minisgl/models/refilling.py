@@ -204,13 +204,13 @@ class Refilling:
         UnsupportedModelError for weights that cannot be replaced."""
         self._lanes.enter_thread()
         assert self.memory is not None, "a runner has the model"
-        dropped, targets = set[int](), self._places[0].targets if drops_weights else {}
+        required: dict[str, Target] = {}
         if drops_weights:
             self._refuse(False)
-            kept = (each for each in targets.values() if not each.is_required)
-            dropped = _storages(targets.values()) - _storages(kept)
-        self.memory.release(dropped)
-        self._lacking |= {name for name, target in targets.items() if target.is_required}
+            targets = self._places[0].targets
+            required = {name: each for name, each in targets.items() if each.is_required}
+        self.memory.release(_storages(required.values()))
+        self._lacking |= required.keys()
 
     def wake(self, tags: Collection[str]) -> None:
         """Take the memory of "weights" or "kv_cache" again. Raises DeviceMemoryError."""

@@ -21,7 +21,6 @@ _OWNERS = (
     "minisgl.drafting.",
     "minisgl.kernels.linear.",
     "minisgl.kernels.moe.",
-    "minisgl.kernels.residual",
     "minisgl.layers.",
     "minisgl.models.",
 )
@@ -45,24 +44,23 @@ class Sleep:
         self._is_captured = True
 
     def release(self, dropped: Collection[int]) -> None:
-        """Give all memory back. dropped: addresses of storages of weights whose numbers are not
-        kept on the host. Raises DeviceMemoryError if that has no room, and has released nothing."""
-        if self._asleep:
-            return
+        """Give back all memory that is there. dropped: addresses of storages of weights whose
+        numbers are not kept on the host. Raises DeviceMemoryError if that has no room, and has
+        released nothing."""
         self._lanes.synchronize()
         self._capture(False)
         self._is_captured = False
-        device = self._lanes.device
-        caches = (each for state in distinct(self._states) for each in state.tensors)
-        self._asleep = {
-            "weights": Storages(tensors_in(self._models), device),
-            "kv_cache": Storages(caches, device),
+        tensors = {
+            "weights": tensors_in(self._models),
+            "kv_cache": (each for state in distinct(self._states) for each in state.tensors),
         }
+        awake = {tag: each for tag, each in tensors.items() if tag not in self._asleep}
         try:
-            self._asleep["weights"].release(lambda address: address not in dropped)
-            self._asleep["kv_cache"].release(lambda address: False)
+            for tag, found in awake.items():
+                self._asleep[tag] = Storages(found, self._lanes.device)
+                self._asleep[tag].release(dropped, keeps_others=tag == "weights")
         except RuntimeError as error:
-            self.restore(("weights", "kv_cache"))
+            self.restore(awake)
             reason = f"The host has no room for the weights: {in_one_line(error)}"
             raise DeviceMemoryError(reason) from error
         self._free()

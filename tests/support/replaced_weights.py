@@ -123,6 +123,8 @@ def check_slept(**options: Any) -> None:
             await engine.weights.update(weights_of(1))
             with pytest.raises(AsleepError):
                 engine.submit(PROMPTS[0], GREEDY)
+            await engine.weights.sleep()  # what is awake
+            check_memory(engine)
             await engine.weights.wake()
             assert await answers(engine) == after
             await engine.weights.sleep(2)
