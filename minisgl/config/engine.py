@@ -202,9 +202,8 @@ class EngineConfig:
     )
     logprobs_mode: str = training_option(
         "raw_logprobs",
-        "Of sampled tokens: raw_logprobs (of the model's logits) or processed_logprobs (of what a "
-        "token is drawn from: after bias, penalties, masks, temperature and filters, which "
-        "takes longer with top_p).",
+        "Of sampled tokens: raw_logprobs (of the logits) or processed_logprobs (of what they are "
+        "drawn from, after penalties and filters; slower with top_p).",
         choices=("raw_logprobs", "processed_logprobs"),
     )
     head_dtype: str = training_option(
@@ -215,8 +214,8 @@ class EngineConfig:
     )
     return_routed_experts: bool = training_option(
         False,
-        "Let requests ask for the experts that each of their tokens takes, whose prompts are then "
-        "computed without the prefix cache. Steps take a small copy more in each such layer.",
+        "Let requests ask for the experts of their tokens. Their prompts use no cached prefix; "
+        "each such layer makes a copy more.",
         names=("--return-routed-experts", "--enable-return-routed-experts"),
     )
     speculative: str | None = draft_option(
