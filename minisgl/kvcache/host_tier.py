@@ -253,12 +253,17 @@ class CopiesAhead(Residency):
             if room:
                 self.tree.cut(node, room)
             num_pages = node.num_pages + len(self._host.beside(node))
-            if not (room and self._makes_room(num_pages) and self._host.offload(node)):
+            if not (room and self._makes_room(num_pages) and self._copies(node, most)):
                 self.offer(node)
                 return
             self.copied.add(node)
             self.num_copied += node.num_pages
             self.tree.let_go(node)
+
+    def _copies(self, node: Node, most: int) -> bool:
+        """Copy a node, unless that is more now than the next plan may: prefixes may end with it
+        since what was below it made room."""
+        return self._host.room_for(node, most) >= node.num_pages and self._host.offload(node)
 
     def _makes_room(self, num_pages: int) -> bool:
         """Drops no copies that the device is to evict sooner than what they would make room for."""
