@@ -37,8 +37,13 @@ RANKED = {"query": "What purrs?", "documents": ["It rains.", "A cat does."]}
 
 async def openapi(service: Service, request: Request) -> Response:
     config = service.state.config
-    with_key, endpoints = bool(config.api_key), endpoints_of(config)
-    return json_response(describe(endpoints, with_key=with_key, root_path=config.root_path))
+    described = describe(
+        endpoints_of(config),
+        with_key=bool(config.api_key),
+        root_path=config.root_path,
+        max_logprobs=service.state.options.max_logprobs,
+    )
+    return json_response(described)
 
 
 def endpoints_of(config: ServerConfig) -> tuple[Endpoint, ...]:

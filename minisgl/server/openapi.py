@@ -10,14 +10,14 @@ import msgspec
 from msgspec import Struct
 
 from minisgl.models.generation import FROM_CHECKPOINT
-from minisgl.request import SamplingParams
+from minisgl.request import DEFAULT_LOGPROBS, SamplingParams
 from minisgl.server.apis.messages.answer_types import MessageEvent
 from minisgl.server.apis.responses.answer_types import AnyEvent
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.error_bodies import MessagesError
 from minisgl.server.http.paths import OVERLOADED
 from minisgl.server.requests.described import descriptions
-from minisgl.server.requests.request_types import ChatRequest
+from minisgl.server.requests.request_types import NUM_LOGPROBS, ChatRequest
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -42,12 +42,16 @@ ANYWHERE = (403, 431)
 
 
 def describe(
-    endpoints: Sequence[Endpoint], *, with_key: bool, root_path: str = ""
+    endpoints: Sequence[Endpoint],
+    *,
+    with_key: bool,
+    root_path: str = "",
+    max_logprobs: int = DEFAULT_LOGPROBS,
 ) -> dict[str, Any]:
     """Describe `endpoints` in OpenAPI 3.1. With a key, all need it but those that are open;
     without, those for the admin do.
 
-    Clients see them below `root_path`.
+    Clients see them below `root_path`. max_logprobs: of the engine's options.
     """
     types = [
         type
@@ -58,7 +62,12 @@ def describe(
     _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
     of_chats = descriptions(SamplingParams) | descriptions(ChatRequest)
     for body in {each.body for each in endpoints if each.body is not None}:
-        _explain(described[body.__name__]["properties"], descriptions(body), of_chats)
+        fields = described[body.__name__]["properties"]
+        _explain(fields, descriptions(body), of_chats)
+        for name in fields.keys() & NUM_LOGPROBS:
+            for option in fields[name].get("anyOf", ()):
+                if "maximum" in option:
+                    option["maximum"] = max_logprobs
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:
         locked = (with_key and not each.is_open) or each.is_for_admin

@@ -38,7 +38,7 @@ from minisgl.server.engine_state import EngineState
 from minisgl.server.http.error_bodies import Error, MessagesError
 from minisgl.server.openapi import describe
 from minisgl.server.pages import PAGES
-from minisgl.server.requests.request_types import SAMPLER_DETAILS
+from minisgl.server.requests.request_types import NUM_LOGPROBS, SAMPLER_DETAILS
 
 JSON = "application/json"
 MAX_SEQ_LEN = 64
@@ -241,6 +241,18 @@ def test_described_bounds_equal_the_enforced_ones(
     for value in (low - beyond, high + beyond):
         response = http.post(path, json={**asked, name: value})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_the_most_alternatives_are_those_of_the_engine() -> None:
+    schemas = describe(ENDPOINTS, with_key=False, max_logprobs=64)["components"]["schemas"]
+    found = {
+        (kind, name): option["maximum"]
+        for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest")
+        for name, field in schemas[kind]["properties"].items()
+        for option in field.get("anyOf", ())
+        if name in NUM_LOGPROBS and "maximum" in option
+    }
+    assert len(found) == 5 and {*found.values()} == {64}
 
 
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])

@@ -10,7 +10,7 @@ from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
 from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle
-from minisgl.server.requests.request_types import ChatRequest, CompletionRequest
+from minisgl.server.requests.request_types import NUM_LOGPROBS, ChatRequest, CompletionRequest
 from minisgl.text.parsing.answer import AnswerParser
 
 if TYPE_CHECKING:  # it imports torch
@@ -89,6 +89,15 @@ def fitted_prompts(
             )
         found.append(FittedPrompt(prompt, fitting))
     return found
+
+
+def check_num_logprobs(body: ChatRequest | CompletionRequest, most: int) -> None:
+    """Raise InvalidRequestError for more alternatives than --max-logprobs."""
+    for name in NUM_LOGPROBS:
+        asked = getattr(body, name, None)
+        if type(asked) is int and asked > most:  # logprobs of a chat is no number
+            reason = f"may be at most {most} (--max-logprobs), not {asked}."
+            raise InvalidRequestError(name, reason)
 
 
 def refuse_with_images(body: ChatRequest) -> None:

@@ -18,6 +18,7 @@ from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import (
     GenerationJob,
+    check_num_logprobs,
     fitted_prompts,
     jobs_of,
     refuse_with_images,
@@ -67,6 +68,7 @@ async def chat_completions(service: Service, asked: Asked[ChatRequest]) -> ASGIA
 
 async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGIApp:
     engine, body = asked.engine, asked.body
+    check_num_logprobs(body, service.state.options.max_logprobs)
     prompts = body.prompts()
     plan = await plan_completion(body, partial(engine.compile, client=asked.client))
     special = body.add_special_tokens is not False
@@ -221,6 +223,7 @@ async def _chat_jobs(
     clamp: shorten max_tokens to the room left, whatever the option says.
     """
     engine, config = asked.engine, service.state.config
+    check_num_logprobs(body, service.state.options.max_logprobs)
     conversation = await conversation_of(
         engine,
         body,

@@ -68,6 +68,7 @@ Scalar: Any = TokenId | float | str | bool | None
 Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NUM_LOGPROBS = ("logprobs", "prompt_logprobs", "top_logprobs")  # fields that may have it
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
