@@ -27,6 +27,8 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("linear.burst_kernel.burst_kernel", "sm_80"): 808,
     ("linear.stream_kernel.stream_kernel", "sm_100"): 40,
     ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_80"): 260,
+    ("lora.shrink_kernel._shrink", "sm_100"): 8,
+    ("lora.shrink_kernel._shrink", "sm_80"): 8,
     ("moe.few_rows._few_outer", "sm_100"): 32,
     ("moe.few_rows._few_outer", "sm_80"): 40,
     ("moe.few_rows._few_outer", "sm_90"): 8,
@@ -41,6 +43,8 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("sampling.filters.settle_kernel", "sm_100"): 1628,
     ("sampling.filters.settle_kernel", "sm_80"): 1212,
     ("sampling.filters.settle_kernel", "sm_90"): 1272,
+    ("sampling.scores.record_kernel", "sm_100"): 20,
+    ("sampling.scores.record_kernel", "sm_90"): 24,
 }
 
 
