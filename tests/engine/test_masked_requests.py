@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.fake_matcher import FakeMatcher, Rule, ending_at, held_to, tokens_a
 from support.fake_runner import expected_output
 from support.waiting import until
 
+from minisgl.engine import masked_steps
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import GrammarError, StepError
 from minisgl.matcher import MASK_LIMIT_S, MaskRows, mask_words
@@ -20,6 +22,13 @@ from minisgl.parts.masks.filling import MaskFiller
 from minisgl.request import FinishReason, Request, RequestStatus, SamplingParams
 
 RULE = without(EOS, tokens_after(VOCAB))
+
+
+@pytest.fixture(autouse=True)
+def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still for the masks of engines: the collector of garbage may run within any, and
+    takes longer here than one may."""
+    monkeypatch.setattr(masked_steps, "MaskFiller", partial(MaskFiller, clock=lambda: 0.0))
 
 
 def expect(prompt: list[int], max_tokens: int, rule: Rule | None = None) -> list[int]:
