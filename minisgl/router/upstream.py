@@ -113,6 +113,8 @@ class Upstream(asyncio.Protocol):
         client = self._client
         if client is not None and not self._held and data.endswith(END_OF_EVENTS):
             self._write(client, data)
+            if client.flow.write_paused:
+                self._pause()
         elif self._relays:
             self._take(data)
         elif not self._complete:
@@ -200,13 +202,13 @@ class Upstream(asyncio.Protocol):
             del held[:cut]
         if is_last:
             self._finish()
+        elif client.flow.write_paused:
+            self._pause()
 
     def _write(self, client: HttpToolsProtocol, data: bytes) -> None:
         if not client.transport.is_closing():  # uvloop raises an error for one that has gone
             client.transport.write(data)
         self.last_relayed = data
-        if client.flow.write_paused:
-            self._pause()
 
     def _pause(self) -> None:
         if not self._paused and not self._closed:
