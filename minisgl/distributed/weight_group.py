@@ -59,11 +59,14 @@ class WeightGroup:
     def receive_packed(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
         """The same of tensors that come as the bytes of several."""
         bucket: list[tuple[list[int], torch.dtype, int]] = []
+        num_bytes = 0
         for shape, dtype in tensors:
-            bucket.append((shape, dtype, math.prod(shape) * dtype.itemsize))
-            if sum(num_bytes for *_, num_bytes in bucket) > PACKED_BYTES:
+            size = math.prod(shape) * dtype.itemsize
+            bucket.append((shape, dtype, size))
+            num_bytes += size
+            if num_bytes > PACKED_BYTES:
                 yield from self._unpacked(bucket)
-                bucket = []
+                bucket, num_bytes = [], 0
         if bucket:
             yield from self._unpacked(bucket)
 

@@ -278,7 +278,10 @@ class Sampler:
         first_id: int = 0,
     ) -> Tensor:
         """The logits after bias, penalties and masks, as float32."""
-        logits, slots = logits.float(), slots.long()
+        logits = logits.float()
+        if not (features.num_edits or features.penalties or features.masked):
+            return logits
+        slots = slots.long()
         records = self.tables.records[slots]
         if features.num_edits:
             columns = torch.arange(features.num_edits, device=self.device)

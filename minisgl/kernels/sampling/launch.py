@@ -15,8 +15,8 @@ that rounding may differ. Three ideas keep the cost near that of reading the log
 - The first pass writes the maximum of every segment. The k likeliest tokens are in the k segments
   with the largest maxima (of equal maxima, those with lower ids), because each of these has a token
   that precedes every token of the other segments. So top_k rereads k segments instead of the row,
-  and 20 top logprobs reread 20. A
-  token's rank is counted in the segments whose maxima reach its logit, which are few.
+  and 20 top logprobs reread 20. A token's rank is counted in the segments whose maxima reach its
+  logit, which are few.
 
 Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full one has `edit`
 before and `record` after them (scores.py).

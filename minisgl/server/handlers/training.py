@@ -30,7 +30,7 @@ _MODES = {
     "retract": "recompute",
     "abort": "abort",
 }
-GROUP = "weight_update_group"
+_GROUP = "weight_update_group"
 A = TypeVar("A")
 
 
@@ -66,7 +66,7 @@ class UpdateFromDisk(Update, kw_only=True):
 
 
 class LeaveGroup(Struct, kw_only=True):
-    group_name: str = GROUP
+    group_name: str = _GROUP
     """The name of the group. Example: `"policy"`"""
 
 
@@ -84,7 +84,7 @@ class JoinGroup(LeaveGroup, kw_only=True):
 
 
 class UpdateFromGroup(Update, kw_only=True):
-    group_name: str = GROUP
+    group_name: str = _GROUP
     """The name of the group. Example: `"policy"`"""
     names: list[str]
     """The tensors that the trainer sends now, in this order. Example: `["model.norm.weight"]`"""
