@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.errors import MinisglError
-from minisgl.router.exchange import EngineLostError, HTTPRequest, read_request
-from minisgl.router.fleet import Fleet, Replica
+from minisgl.router.exchange import HTTPRequest, read_request
+from minisgl.router.fleet import Fleet, Replica, answer_of
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.handlers.adapters import LOAD, UNLOAD, UnloadAdapter
 from minisgl.server.http.auth import check_admin
@@ -26,13 +26,15 @@ ANSWER_S = 300.0  # for a replica to load an adapter
 
 
 class ReplicaRefusedError(MinisglError):
-    """A replica has not done what all were asked for."""
+    """Replicas have not done what all were asked for."""
 
     code = "replica_refused"
 
-    def __init__(self, index: int, status: int, body: bytes) -> None:
-        super().__init__(f"Replica {index}: {reason_of(body)}")
-        self.http_status = status
+    def __init__(self, answers: Sequence[tuple[Replica, tuple[int, bytes]]]) -> None:
+        """answers: status and body, of these replicas."""
+        reasons = (f"Replica {each.index}: {reason_of(body)}" for each, (_, body) in answers)
+        super().__init__(" ".join(reasons))
+        self.http_status = answers[0][1][0]
 
 
 def reason_of(body: bytes) -> str:
@@ -84,7 +86,7 @@ class FleetAdapters:
                     if is_load or name in self._first:
                         self._changes[asked.path, name] = asked
             for replica in failed:
-                raise ReplicaRefusedError(replica.index, *answers[replica])
+                raise ReplicaRefusedError([(replica, answers[replica])])
             if not done:
                 raise NotReadyError("loading", "No replica takes requests yet.")
             return Response(answers[done[0]][1], media_type="text/plain")
@@ -93,17 +95,14 @@ class FleetAdapters:
         """Ask a replica that has started for all that the others were asked for."""
         async with self._changing:
             for (path, name), asked in self._changes.items():
-                if (answer := await self._ask(self._fleet.replicas[index], asked)) is None:
-                    answer = 503, b""
+                replica = self._fleet.replicas[index]
+                answer = await self._ask(replica, asked) or (503, b"")
                 if answer[0] not in (200, 404):
-                    error = ReplicaRefusedError(index, *answer)
+                    error = ReplicaRefusedError([(replica, answer)])
                     logger.error("%s %s: %s", path, name, error)
 
     async def _ask(self, replica: Replica, asked: HTTPRequest) -> tuple[int, bytes] | None:
         """Status and body of the answer. None: it is starting, and is asked when it has."""
-        status, body = 503, b""
-        with suppress(EngineLostError, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                status, body = await replica.whole(asked.encoded())
+        status, body = await answer_of(replica, asked, ANSWER_S)
         runs = replica.state.is_ready or replica.state.is_silent
         return None if status == 503 and not runs else (status, body)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minisgl.router.config import DECODE, PREFILL
-from minisgl.router.exchange import EngineLostError
+from minisgl.router.exchange import EngineLostError, HTTPRequest
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.router.upstream import Upstream
 from minisgl.server.engine_state import NotReadyError
@@ -82,6 +82,14 @@ class Peer:
         else:
             with suppress(RuntimeError):  # closed already
                 upstream.abort()
+
+
+async def answer_of(peer: Peer, asked: HTTPRequest, limit_s: float) -> tuple[int, bytes]:
+    """Status and body; 503 and nothing if it does not answer within so many seconds."""
+    with suppress(EngineLostError, TimeoutError):
+        async with asyncio.timeout(limit_s):
+            return await peer.whole(asked.encoded())
+    return 503, b""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minisgl.errors import MinisglError
-from minisgl.router.adapters import reason_of
-from minisgl.router.exchange import EngineLostError, HTTPRequest, read_request
-from minisgl.router.fleet import Fleet, Replica
+from minisgl.router.adapters import ReplicaRefusedError, reason_of
+from minisgl.router.exchange import HTTPRequest, read_request
+from minisgl.router.fleet import Fleet, Replica, answer_of
 from minisgl.server.handlers import training, weight_transfer
 from minisgl.server.http.auth import check_admin
 from minisgl.server.http.encoding import json_response
@@ -32,17 +30,6 @@ FROM_DISK, FROM_GROUP, TRANSFERRED = (
 )
 JOIN, INIT = "/init_weights_update_group", "/init_weight_transfer_engine"
 WORLD_SIZE = "/get_world_size"
-
-
-class ReplicasFailedError(MinisglError):
-    """Some replicas have not done what all were asked for."""
-
-    code = "replica_refused"
-
-    def __init__(self, failed: Sequence[tuple[Replica, tuple[int, bytes]]]) -> None:
-        reasons = (f"Replica {each.index}: {reason_of(body)}" for each, (_, body) in failed)
-        super().__init__(" ".join(reasons))
-        self.http_status = failed[0][1][0]
 
 
 class FleetTraining:
@@ -74,7 +61,7 @@ class FleetTraining:
                 self._last_update = asked
         failed = [pair for pair in zip(replicas, answers, strict=True) if pair[1][0] != 200]
         if failed:
-            raise ReplicasFailedError(failed)
+            raise ReplicaRefusedError(failed)
         if asked.path == WORLD_SIZE:
             return json_response(training.WorldSize(self._num_ranks * len(replicas)))
         return Response(answers[0][1], media_type="application/json")
@@ -99,10 +86,7 @@ class FleetTraining:
         """Status and body; 503 if it does not answer."""
         if asked.path in (JOIN, INIT):
             asked = replace(asked, body=_as_ranks_of(replica, asked.body, self._num_ranks))
-        with suppress(EngineLostError, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                return await replica.whole(asked.encoded())
-        return 503, b""
+        return await answer_of(replica, asked, ANSWER_S)
 
 
 def _as_ranks_of(replica: Replica, body: bytes, num_ranks: int) -> bytes:

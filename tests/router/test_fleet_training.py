@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from minisgl.router.adapters import ReplicaRefusedError
 from minisgl.router.exchange import HTTPRequest
-from minisgl.router.training import FROM_DISK, FROM_GROUP, FleetTraining, ReplicasFailedError
+from minisgl.router.training import FROM_DISK, FROM_GROUP, FleetTraining
 
 
 class Started:
@@ -43,7 +44,7 @@ async def test_a_replica_that_starts_later_gets_the_weights_or_waits_for_them(
         if status == 200:
             await training._ask(asked)
         else:
-            with pytest.raises(ReplicasFailedError):
+            with pytest.raises(ReplicaRefusedError):
                 await training._ask(asked)
     fleet.replicas = [later] = [Started()]
     await training.bring(0)

@@ -52,6 +52,13 @@ class ScorePlan(PartPlan):
     chunks: tuple[ScoredChunk, ...]
 
 
+def check_num_top(name: str, asked: int | None, most: int) -> None:
+    """Raise InvalidRequestError for more alternatives than an engine may be asked for."""
+    if (asked or 0) > most:
+        reason = f"at most {most} alternatives are allowed (--max-logprobs), not {asked}."
+        raise InvalidRequestError(name, reason)
+
+
 class Scores(Part):
     kind = PromptScores
 
@@ -63,12 +70,8 @@ class Scores(Part):
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> PromptScores | None:
         num_top = params.prompt_logprobs
-        for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", num_top)):
-            if (asked or 0) > self._most:
-                reason = (
-                    f"at most {self._most} alternatives are allowed (--max-logprobs), not {asked}."
-                )
-                raise InvalidRequestError(name, reason)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_num_top(name, getattr(params, name), self._most)
         return None if num_top is None else PromptScores(num_top, len(prompt) - 1)
 
     def plan(self, work: StepWork) -> ScorePlan | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import InvalidRequestError
+from minisgl.parts.scores.host import check_num_top
 from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle
 from minisgl.server.requests.request_types import NUM_LOGPROBS, ChatRequest, CompletionRequest
@@ -92,12 +93,11 @@ def fitted_prompts(
 
 
 def check_num_logprobs(body: ChatRequest | CompletionRequest, most: int) -> None:
-    """Raise InvalidRequestError for more alternatives than --max-logprobs."""
+    """As the engine does, which does not know by which fields it was asked."""
     for name in NUM_LOGPROBS:
         asked = getattr(body, name, None)
-        if type(asked) is int and asked > most:  # logprobs of a chat is no number
-            reason = f"may be at most {most} (--max-logprobs), not {asked}."
-            raise InvalidRequestError(name, reason)
+        if not isinstance(asked, bool):  # as logprobs of a chat
+            check_num_top(name, asked, most)
 
 
 def refuse_with_images(body: ChatRequest) -> None:
