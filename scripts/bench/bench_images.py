@@ -17,18 +17,18 @@ stream (ITL) is measured.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import random
 import string
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
+from bench_mixed import Phase, Request, Work, measure_round, requests_of_engine
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +42,7 @@ from minisgl.images.prompt import Prompt
 from minisgl.images.source import IMAGE_PART, ImageSource
 from minisgl.request import SamplingParams
 
-STREAM_TOKENS = 512  # of the prompts of streams
+STREAM_TOKENS, MOST_TOKENS = 512, 1 << 14  # of the prompts of streams, and of their answers
 WARM_UP = 2  # requests of each kind
 
 # Sends a request of a kind, and returns once it has ended with the time of its first token.
@@ -63,37 +63,33 @@ def photo(size: int, seed: int) -> bytes:
 class Asking:
     """The requests that are compared."""
 
-    def __init__(self, engine: AsyncEngine, photos: Sequence[bytes], num_output: int) -> None:
+    def __init__(self, engine: AsyncEngine, photos: Sequence[bytes]) -> None:
         self.engine = engine
         self.num_tokens = 0  # of the last prompt with an image
         self._photos = iter(photos)
         self._last = b""
         self._rng = random.Random(1)
-        self._params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+        self._params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     async def image(self) -> float:
         self._last = next(self._photos)
         return await self.again()
 
     async def again(self) -> float:
-        began = time.perf_counter()
-        image = {"type": IMAGE_PART, "source": ImageSource(self._last)}
-        return await self._asked([self._words(), image, {"type": "text", "text": "?"}], began)
+        return await self._asked({"type": IMAGE_PART, "source": ImageSource(self._last)})
 
     async def question(self) -> float:
-        return await self._asked([self._words(), {"type": "text", "text": "?"}])
+        return await self._asked()
 
     async def text(self) -> float:
         tokens = random_tokens(self._rng, self.num_tokens, self.engine.vocab_size)
         return await self._first_token(Prompt(tokens), time.perf_counter())
 
-    def _words(self) -> dict[str, str]:
-        """A text that no two prompts share, so that no page of one is found for another."""
+    async def _asked(self, *images: dict[str, Any]) -> float:
+        """Behind words that no two prompts share, so that no page of one is found for another."""
+        began = time.perf_counter()
         words = ("".join(self._rng.choices(string.ascii_lowercase, k=3)) for _ in range(16))
-        return {"type": "text", "text": " ".join(words)}
-
-    async def _asked(self, parts: list[dict[str, Any]], began: float | None = None) -> float:
-        began = time.perf_counter() if began is None else began
+        parts = [{"type": "text", "text": " ".join(words)}, *images, {"type": "text", "text": "?"}]
         prompt = await self.engine.encode_conversation([{"role": "user", "content": parts}])
         self.num_tokens = len(prompt.token_ids)
         return await self._first_token(prompt, began)
@@ -107,20 +103,25 @@ class Asking:
 
 async def measure(arguments: argparse.Namespace) -> None:
     console, count = make_console(), arguments.requests
-    photos = [photo(arguments.size, seed) for seed in range(3 * (count + WARM_UP))]
+    photos = [photo(arguments.size, seed) for seed in range(2 * count + WARM_UP)]
     console.print(
         f"images of {arguments.size} x {arguments.size}, {len(photos[0]):,} bytes of JPEG"
     )
     async with bench_engine(console, engine_config(arguments)) as engine:
-        asking = Asking(engine, photos, 1)
-        kinds = {name: getattr(asking, name) for name in ("question", "image", "text", "again")}
+        asking = Asking(engine, photos)
         freeze_memory()
-        await tell_ttft(console, asking, kinds, count)
+        await tell_ttft(console, asking, count)
         await tell_itl(console, asking, arguments)
 
 
-async def tell_ttft(console: Console, asking: Asking, kinds: Mapping[str, Ask], count: int) -> None:
+async def tell_ttft(console: Console, asking: Asking, count: int) -> None:
     """One request after the other, the kinds in turns."""
+    kinds: dict[str, Ask] = {
+        "question": asking.question,
+        "image": asking.image,
+        "text": asking.text,
+        "again": asking.again,
+    }
     found: dict[str, list[float]] = {name: [] for name in kinds}
     await asking.image()  # tells how many tokens a text must have
     tokens = asking.num_tokens
@@ -142,50 +143,33 @@ async def tell_itl(console: Console, asking: Asking, arguments: argparse.Namespa
     tokens, table = asking.num_tokens, Table("arrivals")
     for heading in ("p50 ms", "p99 ms", "of text", "longest ms", "their TTFT p50 ms"):
         table.add_column(heading, justify="right")
-    seconds = arguments.requests / arguments.rate
+    seconds, rng = arguments.requests / arguments.rate, random.Random(0)
+    make, vocab_size = requests_of_engine(asking.engine), asking.engine.vocab_size
+
+    def streams() -> list[Request]:
+        prompts = [random_tokens(rng, STREAM_TOKENS, vocab_size) for _ in range(arguments.streams)]
+        return [make(prompt, MOST_TOKENS) for prompt in prompts]
+
     p99 = float("nan")
-    for name in ("none", "text", "image"):
+    for name, ask in (("none", None), ("text", asking.text), ("image", asking.image)):
         asking.num_tokens = tokens
-        ask: Ask | None = None if name == "none" else getattr(asking, name)
-        itl, ttfts = await beside(asking.engine, arguments.streams, seconds, arguments.rate, ask)
-        p50, this, longest = (float(np.percentile(itl, percent)) for percent in (50, 99, 100))
+        phase = Phase()
+        arrivals = None if ask is None else partial(arriving, ask)
+        await measure_round(phase, Work(streams, arrivals, arguments.rate), seconds)
+        p50, this, longest = (1e3 * phase.itl_s(percent) for percent in (50, 99, 100))
         p99 = this if name == "text" else p99
-        ttft = f"{1e3 * median(ttfts):.1f}" if ttfts else "-"
+        ttft = f"{1e3 * median(phase.ttfts_s):.1f}" if phase.ttfts_s else "-"
         ratio = f"{this / p99:.2f}" if name == "image" else "-"
         table.add_row(name, f"{p50:.2f}", f"{this:.2f}", ratio, f"{longest:.2f}", ttft)
     console.print(table)
 
 
-async def beside(
-    engine: AsyncEngine, num_streams: int, seconds: float, rate: float, ask: Ask | None
-) -> tuple[list[float], list[float]]:
-    """Milliseconds between the tokens of streams, and the TTFT in seconds of what arrives."""
-    rng, times = random.Random(0), [list[float]() for _ in range(num_streams)]
-    params = SamplingParams(temperature=0, max_tokens=1 << 14, ignore_eos=True)
+def arriving(ask: Ask) -> Request:
+    async def request(times: list[float]) -> None:
+        began = time.perf_counter()
+        times.append(began + await ask())
 
-    async def follow(times: list[float]) -> None:
-        stream = engine.submit(random_tokens(rng, STREAM_TOKENS, engine.vocab_size), params)
-        try:
-            async for _ in stream:
-                times.append(time.perf_counter())
-        finally:
-            stream.abort()
-
-    following = [asyncio.ensure_future(follow(each)) for each in times]
-    while not all(len(each) > 10 for each in times):  # noqa: ASYNC110  a stream sets no event
-        await asyncio.sleep(0.01)
-    began, arriving = time.perf_counter(), []
-    for index in range(round(seconds * rate)):
-        await asyncio.sleep(max(0.0, began + index / rate - time.perf_counter()))
-        if ask is not None:
-            arriving.append(asyncio.ensure_future(ask()))
-    ttfts = await asyncio.gather(*arriving)
-    await asyncio.sleep(max(0.0, began + seconds - time.perf_counter()))
-    for task in following:
-        task.cancel()
-    await asyncio.gather(*following, return_exceptions=True)
-    pairs = (pair for each in times for pair in pairwise(each) if pair[0] >= began)
-    return [1e3 * (after - before) for before, after in pairs], ttfts
+    return request
 
 
 def main() -> int:
