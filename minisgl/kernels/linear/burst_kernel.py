@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
-from minisgl.kernels.linear.delta_parts import after_wait, before_wait, delta_of
+from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     finish,
@@ -78,7 +78,7 @@ def burst_kernel(
         if norm_weight is not None:
             factor += (load(norm_weight + at, at < k, whole_k),)
     if delta is not None:
-        adapted, b, up_b = before_wait(
+        adapted = before_wait(
             delta, row, num_rows, 0, n_tile * block_n, n, gated, block_n, lanes, pdl
         )
     wait_for_previous(pdl)
@@ -108,12 +108,7 @@ def burst_kernel(
             sums = tl.sum(from_here(found, pdl), 1)
         scale = spread(tl.rsqrt(sums / k + eps), groups)
     if delta is not None:
-        first_n = n_tile * block_n
-        v = after_wait(delta, adapted, first_n)
-        if gated:
-            up_v = after_wait(delta, adapted, n + first_n)
-            added_up = delta_of(delta, adapted, up_b, up_v, n + first_n, 2 * n, block_n)
-        added = delta_of(delta, adapted, b, v, first_n, n, block_n)
+        added, added_up = deltas_of(delta, adapted, n_tile * block_n, n, gated, block_n)
     acc = zeros(block_n, block_m, groups)
     up = acc
     for i in tl.static_range(pieces):

@@ -76,8 +76,8 @@ def before_wait(
     lanes: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """What `delta_of` takes of the adapters of the rows of x, and B of its first round, for block_n
-    rows of W from `first` on; if gated, also for those from n + first on. Has the rest of B
+    """What `deltas_of` takes of the adapters of the rows of x, and B of its first round, for
+    block_n rows of W from `first` on; if gated, also for those from n + first on. Has the rest of B
     fetched. The first split of k adds all."""
     ranks, adapters, active = delta[2], delta[3], delta[4]
     together: tl.constexpr = len(delta[11])
@@ -146,12 +146,6 @@ def _rows_of(delta, found, lane, part):
 
 
 @triton.jit
-def after_wait(delta, found, first):
-    """v of the first round, for rows of W from `first` on."""
-    return _rows_of(delta, found, 0, _part_of(first, delta[9]))
-
-
-@triton.jit
 def _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_n: tl.constexpr):
     """`added`, and what 16 columns of B add to the rows of W of a part, from v of these columns and
     B of the first round."""
@@ -167,9 +161,9 @@ def _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_
 
 
 @triton.jit
-def delta_of(delta, found, w, rows, first, end, block_n: tl.constexpr):
+def _delta_of(delta, found, w, rows, first, end, block_n: tl.constexpr):
     """B vᵀ [block_n, block_m] float32 of the rows of x, and of W from `first` on that are before
-    `end`. w, rows: B and v of the first round, of `before_wait` and `after_wait`.
+    `end`. w, rows: B and v of the first round.
 
     A round multiplies 16 columns of B of some adapters at once. v is 0 for the rows that have
     another adapter, which adds 0 to their sums: it is loaded once for all rounds, as a row has one
@@ -190,3 +184,19 @@ def delta_of(delta, found, w, rows, first, end, block_n: tl.constexpr):
             rows = _rows_of(delta, found, lane, part)
             added = _add_part(delta, found, w, rows, mine, lane, part, first, end, added, block_n)
     return added
+
+
+@triton.jit
+def deltas_of(delta, before, first, n, gated: tl.constexpr, block_n: tl.constexpr):
+    """B vᵀ of block_n rows of W from `first` on, and of those from n + first on if gated, else the
+    same again. before: of `before_wait`. All v of first rounds are in flight at once."""
+    found, w, up_w = before
+    v = _rows_of(delta, found, 0, _part_of(first, delta[9]))
+    if gated:
+        up = n + first
+        up_v = _rows_of(delta, found, 0, _part_of(up, delta[9]))
+        added_up = _delta_of(delta, found, up_w, up_v, up, 2 * n, block_n)
+        return _delta_of(delta, found, w, v, first, n, block_n), added_up
+    else:
+        added = _delta_of(delta, found, w, v, first, n, block_n)
+        return added, added

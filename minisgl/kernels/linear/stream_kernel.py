@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import apply_norm, wait_for_previous
-from minisgl.kernels.linear.delta_parts import after_wait, before_wait, delta_of
+from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
     fetch,
@@ -74,18 +74,13 @@ def stream_kernel(
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
     if delta is not None:
-        adapted, b, up_b = before_wait(
+        adapted = before_wait(
             delta, row, num_rows, part, n_tile * block_n, n, gated, block_n, lanes, pdl
         )
     wait_for_previous(pdl)
 
     if delta is not None:
-        first_n = n_tile * block_n
-        v = after_wait(delta, adapted, first_n)
-        if gated:
-            up_v = after_wait(delta, adapted, n + first_n)
-            added_up = delta_of(delta, adapted, up_b, up_v, n + first_n, 2 * n, block_n)
-        added = delta_of(delta, adapted, b, v, first_n, n, block_n)
+        added, added_up = deltas_of(delta, adapted, n_tile * block_n, n, gated, block_n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:

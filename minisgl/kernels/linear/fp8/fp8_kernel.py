@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.inlined import wait_for_previous
-from minisgl.kernels.linear.delta_parts import after_wait, before_wait, delta_of
+from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import fetch, finish_split, load, next_exchange
 
 
@@ -77,15 +77,13 @@ def fp8_kernel(
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
     if delta is not None:
-        adapted, b, _ = before_wait(
+        adapted = before_wait(
             delta, row, num_rows, part, n_tile * block_n, n, False, block_n, lanes, pdl
         )
     wait_for_previous(pdl)
 
     if delta is not None:
-        first_n = n_tile * block_n
-        v = after_wait(delta, adapted, first_n)
-        added = delta_of(delta, adapted, b, v, first_n, n, block_n)
+        added, _ = deltas_of(delta, adapted, n_tile * block_n, n, False, block_n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
     exchange = row  # a placeholder unless it is used
     if exchanges is not None:
