@@ -118,6 +118,7 @@ class EngineOptions(OtherSpellings, total=False):
     lora: tuple[str, ...] | Mapping[str, Text]
     max_loras: int | None
     max_lora_rank: int
+    lora_experts: bool
     image_hosts: tuple[str, ...]
     image_rows: int
     attn: str

@@ -61,6 +61,7 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         weight.scale,
         gemm.target,
         *pairs,
+        gemm.delta,
         # Where whole rows have scales, all groups have the same.
         rows.scale.stride(1) if rows.scale.dim() == 2 else 0,
         shared=len(gemm.target) // len(rows),
@@ -111,6 +112,7 @@ def _expert_product(
     lists,
     weights,
     num_rows,
+    delta,
     scale_stride,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
@@ -189,5 +191,6 @@ def _expert_product(
             if gated:
                 up_total *= tl.load(up_scale)[:, None] * by_x
         store_outputs(
-            target, weights, total, up_total, pair, inside, output, num_outputs, gated, gelu=gelu
-        )
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
+            gelu=gelu, delta=delta, expert=expert,
+        )  # fmt: skip
