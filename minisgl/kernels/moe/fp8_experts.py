@@ -3,6 +3,8 @@ before each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -54,6 +56,9 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         group = weight.group if experts.activations == Activations.GROUP else None
         rows = quantize(gemm.source, group, pdl=gemm.pdl)
     tiles, num_inputs = gemm.tiles, gemm.source.shape[1]
+    if gemm.delta is not None and tiles.block_m >= 128:  # else registers are spilled
+        tiles = replace(tiles, num_warps=8)
+        gemm = gemm._replace(tiles=tiles)
     _expert_product[gemm.grid(len(weight.data))](
         rows.data,
         rows.scale,

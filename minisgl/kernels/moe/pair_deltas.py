@@ -28,23 +28,21 @@ def with_deltas(
     halves: tl.constexpr = 2 if gated else 1
     adapter = tl.load(adapters + pair // top_k, mask=inside, other=0)
     lane, real = tl.arange(0, 16), (output < num_outputs)[:, None]
-    row, up_row = (
-        expert.to(tl.int64) * num_outputs,
-        (expert.to(tl.int64) + num_experts) * num_outputs,
-    )
-    b_at = b + (row + output)[:, None] * max_rank + lane[None, :]
-    up_at = b + (up_row + output)[:, None] * max_rank + lane[None, :]
-    v_at = v + pair.to(tl.int64)[None, :] * (halves * max_rank) + lane[:, None]
+    # Offsets of 32 bits take fewer registers, beside the sums, than pointers.
+    b_at = output[:, None] * max_rank + lane[None, :]
+    v_at = pair[None, :] * (halves * max_rank) + lane[:, None]
+    gates = expert.to(tl.int64) * num_outputs * max_rank
+    ups = (expert.to(tl.int64) + num_experts) * num_outputs * max_rank
     now = next_adapter(adapter, 0)
     while now < 1 << 30:
-        start, mine = (now - 1).to(tl.int64) * slot_stride, (adapter == now)[None, :]
+        of_slot, mine = b + (now - 1).to(tl.int64) * slot_stride, (adapter == now)[None, :]
         for first in tl.range(0, tl.load(ranks + now - 1), 16, num_stages=1):
-            w = tl.load(b_at + start + first, mask=real, other=0.0)
-            rows = tl.load(v_at + first, mask=mine, other=0.0).to(w.dtype)
+            w = tl.load(of_slot + gates + first + b_at, mask=real, other=0.0)
+            rows = tl.load(v + first + v_at, mask=mine, other=0.0).to(w.dtype)
             total = tl.dot(w, rows, total, input_precision="ieee")
             if gated:
-                w = tl.load(up_at + start + first, mask=real, other=0.0)
-                rows = tl.load(v_at + max_rank + first, mask=mine, other=0.0).to(w.dtype)
+                w = tl.load(of_slot + ups + first + b_at, mask=real, other=0.0)
+                rows = tl.load(v + max_rank + first + v_at, mask=mine, other=0.0).to(w.dtype)
                 up_total = tl.dot(w, rows, up_total, input_precision="ieee")
         now = next_adapter(adapter, now)
     return total, up_total
