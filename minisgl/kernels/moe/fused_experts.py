@@ -16,6 +16,9 @@ row and one of its experts are a *pair*. There are two ways:
   second GEMM writes the weighted output of each pair, and a last kernel adds up those of a row.
 
 A row's sum depends on the other rows only in the tiles that are chosen for their number.
+
+What adapters add is added in the GEMMs of many rows, which a step with adapted rows takes however
+few these are (pair_deltas.py).
 """
 
 from __future__ import annotations
@@ -78,9 +81,8 @@ def fused_experts(
     num_held, num_outputs, _ = next(iter(weights)).shape  # of the gates and ups
     if tiles is None:
         num_rows = rows_held(len(x), choice, num_held)
-        tiles = choose_tiles(
-            num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device), listed=bool(adapted)
-        )
+        tuning, listed = tuning_of(x.device), adapted is not None
+        tiles = choose_tiles(num_rows, experts, choice.top_k, x.dtype, tuning, listed=listed)
     if isinstance(tiles, FewTiles):
         assert isinstance(experts, ExpertWeights) and adapted is None
         return few_rows_experts(x, choice, experts, residual, tiles, pdl)

@@ -27,9 +27,9 @@ def shrink_pairs(
     adapters: [num_rows] int32, those of the rows of the step; 0: none."""
     source, tiles, (a, b, ranks) = gemm.source, gemm.tiles, weights
     _, num_parts, num_experts, max_rank, k = a.shape
-    assert source.shape[1] == k and num_parts == 1 + gemm.gated
-    assert len(gemm.target) * num_parts * max_rank < 1 << 31, "with_deltas has offsets of 32 bits"
-    num_pairs, top_k = len(gemm.target), len(gemm.target) // len(adapters)
+    assert source.shape[1] == k and num_parts == 1 + gemm.gated and len(adapters) == pairs.num_rows
+    num_pairs, top_k = len(gemm.target), pairs.weights.shape[1]
+    assert num_pairs * num_parts * max_rank < 1 << 31, "with_deltas has offsets of 32 bits"
     v = source.new_empty((num_pairs, num_parts * max_rank), dtype=torch.float32)
     block_m = min(max(tiles.block_m, 16), _MOST_PAIRS)
     places = tiles.places * max(tiles.block_m // block_m, 1)
