@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.numbered_memory import ALONE, KINDS, PAGE, SPARED, Engine, Held
+from support.numbered_memory import ALONE, KINDS, PAGE, SPARED, STATES, Engine, Held
 
 from minisgl.distributed.addresses import Address, Listening
 from minisgl.engine.prefix_exchange import OwnSide, PrefixExchange
@@ -127,14 +127,18 @@ async def test_a_prefix_goes_from_the_rank_that_has_it_to_the_one_that_is_best(
         assert not any(rank.kv.tiers.host.pool.num_used for rank in prefill.ranks)
 
 
-async def test_a_rank_whose_copies_are_in_host_memory_leaves_the_offer_to_another(
-    tmp_path: Path,
+@pytest.mark.parametrize("kind", [ALONE, STATES])
+async def test_a_rank_that_has_the_end_in_host_memory_alone_leaves_the_offer_to_another(
+    kind: str, tmp_path: Path
 ) -> None:
-    async with two_sides(tmp_path, ALONE) as (prefill, decode):
+    async with two_sides(tmp_path, kind) as (prefill, decode):
         prompt = [*range(21)]
         assert prefill.run(prompt) == (0, 0)
         prefill.ranks[0].kv.tiers.offload_all()
         prefill.launch()
+        if kind == STATES:  # of which only the snapshot is in host memory
+            assert prefill.run(prompt) == (0, 20)
+            prefill.ranks[0].lose_snapshot(prompt, 10)
         assert prefill.ranks[1].run(prompt) == 0
         assert await prefill.exchange.offer(prompt, b"")
         assert await fetch(decode, prefill, prompt)

@@ -74,14 +74,6 @@ def test_pages_whose_end_has_come_without_what_is_beside_it_are_computed(kind: s
     assert receiver.run(PROMPT) == 20
 
 
-def lose_snapshot(engine: Engine, num_pages: int) -> None:
-    """Have the device lose the snapshot behind so many pages of PROMPT, as if others took it."""
-    tree = engine.kv._cache.tree
-    *_, node = tree.path(tree.match(pack_tokens(PROMPT), num_pages), num_pages)
-    assert engine.kv.snapshots is not None
-    engine.kv.snapshots.ended(node)
-
-
 @pytest.mark.parametrize("is_in_host_memory", [False, True])
 def test_an_end_whose_snapshot_the_device_has_lost_is_sent_up_to_an_earlier_one(
     is_in_host_memory: bool,
@@ -93,10 +85,10 @@ def test_an_end_whose_snapshot_the_device_has_lost_is_sent_up_to_an_earlier_one(
         sender.kv.tiers.offload_all()
         sender.copy()
         assert sender.run(PROMPT[:9]) == 8 and sender.run(PROMPT) == 20
-    lose_snapshot(sender, 10)
+    sender.lose_snapshot(PROMPT, 10)
     assert hand_over(sender, receiver, PROMPT) == 4 + 2
     assert receiver.run(PROMPT) == 8
-    lose_snapshot(sender, 4)
+    sender.lose_snapshot(PROMPT, 4)
     assert hand_over(sender, receiver, PROMPT) == 0
 
 
@@ -106,7 +98,7 @@ def test_a_snapshot_that_is_on_its_way_from_host_memory_is_not_sent() -> None:
     sender.kv.tiers.offload_all()
     sender.copy()
     assert sender.run(PROMPT) == 20
-    lose_snapshot(sender, 10)
+    sender.lose_snapshot(PROMPT, 10)
     key = pack_tokens(PROMPT)
     lease = sender.kv.acquire(key, len(PROMPT))
     assert sender.kv.reserve(lease, len(PROMPT)) is not None and sender.kv.is_loading(lease)

@@ -126,3 +126,10 @@ class Engine:
         self.kv.commit(lease, key, len(tokens), self.step)
         self.kv.close(lease, key, len(tokens), self.step)
         self.kv.settled(self.step)
+
+    def lose_snapshot(self, tokens: list[int], num_pages: int) -> None:
+        """Have the device lose the snapshot behind so many pages, as if others took it."""
+        tree = self.kv._cache.tree
+        *_, node = tree.path(tree.match(pack_tokens(tokens), num_pages), num_pages)
+        assert self.kv.snapshots is not None
+        self.kv.snapshots.ended(node)
