@@ -188,8 +188,7 @@ class Transits:
         if len(match.pages) < start or not self.has_room(num_pages):
             return None
         missing = min(num_pages - self._cache.pool.num_free, self._cache.num_evictable)
-        if missing > 0:
-            self._host.evict(missing, max_offloads=0)
+        self._host.evict(missing, max_offloads=0)
         if num_pages > self._cache.pool.num_free:
             return None
         return self._begin(Transit(Place.DEVICE, self._cache.pool.take(num_pages)))
