@@ -17,11 +17,12 @@ what a request needs beside them to go on (`PageGroup`). How much that is follow
 and place, so both sides know it.
 
 Each rank exchanges its part with the same rank of the other engine
-(tiers/peers/page_exchange.py). Where ranks divide the requests, one of each stage has all of a
-prefix: the offer names these, and the other engine chooses its own as it does for a request. The
-pages of an offer are kept until no rank of this engine sends
+(tiers/peers/page_exchange.py). The pages of an offer are kept until no rank of this engine sends
 them any more, so what has come whole is right, whoever dies meanwhile; a page counts once all ranks
 have received their parts.
+
+Where ranks divide the requests, one rank of each stage has all of a prefix. An offer names these,
+and the receiving engine chooses the rank that gets the pages as it does for a request.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ class PrefixExchange:
         Nobody writes to them any more then. Raises TransferError if none can come.
         """
         num_attending = len(self._kv.of_ranks)
-        # For each rank of this engine: those of a stage that have other requests receive nothing.
+        # One for each rank of this engine; of those of a stage, only that of the transit receives.
         peers = tuple(rank for rank in offer.ranks for _ in range(num_attending))
         if len(peers) != len(self._own.listening.ranks):
             raise TransferError("the other engine has another number of ranks")
@@ -387,9 +388,7 @@ class PrefixExchange:
             if not ended.done():  # it is cancelled where the loop ends
                 ended.set_result(num_pages)
 
-        source, target = transit.place, Place.ENGINE
-        if peers:
-            source, target = target, source
+        source, target = (Place.ENGINE, transit.place) if peers else (transit.place, Place.ENGINE)
         rank = transit.rank
         self._kv.moves.begin(source, target, pages, end, name=name, peers=peers, rank=rank)
         try:

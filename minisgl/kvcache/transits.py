@@ -25,7 +25,7 @@ class Transit:
     place: Place
     pages: Sequence[int]
     beside: Sequence[tuple[int, int]] = ()  # by page of the prefix and index
-    rank: int = 0  # which has the pages, of several that divide the requests
+    rank: int = 0  # which has the pages, as of a lease
     node: Node | None = None  # of the prefix cache, whose pages these are, if they are lent
     # Called once when a step has copied the pages, or has failed to: they are free then.
     copied: Callable[[bool], None] | None = None
@@ -50,7 +50,7 @@ class Transits:
     _host: HostTier
     _loads: Loads
     _max_on_device: int  # number of pages that other engines may keep from requests
-    _rank: int
+    _rank: int  # whose pages these are
     _all: set[Transit] = field(default_factory=set)
 
     # -- pages that leave --------------------------------------------------------------------------
