@@ -19,12 +19,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
-from support.attention_cases import Shape, check_decode
+from support.attention_cases import Shape, paged_cache
 from support.checkpoints import make_checkpoint, random_prompt, spec_named
 from support.interpreter import sum_exactly
-from support.paged import PagedModel, PagedSequence
+from support.paged import UNDEFINED_PAGE, PagedModel, PagedSequence
 
-from minisgl.attention.base import Attention, AttentionBackend
+from minisgl.attention.base import Attention, AttentionBackend, DecodeBatch
 from minisgl.attention.invariant_attention import InvariantAttention
 from minisgl.attention.triton_attention import TritonAttention
 from minisgl.config.resolve import MOST_INVARIANT_ROWS
@@ -35,6 +35,7 @@ from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.invariant_product import InvariantProduct
 from minisgl.kernels.linear.tiles import LinearTiles
 from minisgl.kernels.tuning import H200
+from minisgl.layers.experts import FusedExperts
 from minisgl.models.invariant import make_invariant
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
@@ -43,6 +44,8 @@ from minisgl.models.transformer import CausalLM
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs engines there")
 
 NUM_TOKENS, NUM_DECODED = 22, 2
+_SMALL = {"num_layers": 1, "vocab_size": 131}
+SPECS = {name: replace(spec_named(name), **_SMALL) for name in ("qwen3", "moe")}
 GPU = torch.device("cuda")
 Make = Callable[[], PagedModel]
 
@@ -52,12 +55,12 @@ def _exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_exactly(monkeypatch.setattr)
 
 
-@pytest.fixture(params=["qwen3", "moe"])
+@pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes a pinned model with an empty cache. All have the same weights."""
     kernels = dispatch.triton_kernels()
     monkeypatch.setattr(dispatch, "_kernels_for", lambda device: kernels)
-    folder = make_checkpoint(replace(spec_named(request.param), num_layers=2), tmp_path)
+    folder = make_checkpoint(SPECS[request.param], tmp_path)
     config = read_model_config(folder)
     model = load_model(
         config,
@@ -100,29 +103,22 @@ def beside_others(paged: PagedModel, token_ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def found_in(paged: Make, token_ids: list[int]) -> dict[str, list[list[int]]]:
-    """The bits of the logits of each token, by how they are computed."""
-    whole = paged().run(token_ids)
-    return {
-        "in one chunk": in_bits(whole),
-        "in chunks of 7": in_bits(paged().run(token_ids, chunk=7)),
-        "token by token": in_bits(paged().run(token_ids, prefill=15)),
-        "beside others": in_bits(beside_others(paged(), token_ids)),
-    }
-
-
 def num_apart(make: Make) -> int:
-    """How many logits' rows differ from those of one chunk."""
-    token_ids = random_prompt(spec_named("qwen3"), NUM_TOKENS)
-    first, *others = found_in(make, token_ids).values()
-    return sum(one != other for each in others for one, other in zip(first, each, strict=True))
+    """How many of a sequence's logits are other ones than in one chunk."""
+    token_ids = random_prompt(SPECS["qwen3"], NUM_TOKENS)
+    in_chunks = make().run(token_ids, chunk=7, prefill=NUM_TOKENS - NUM_DECODED)
+    whole = in_bits(make().run(token_ids))
+    ways = (in_bits(in_chunks), in_bits(beside_others(make(), token_ids)))
+    return sum(one != other for way in ways for one, other in zip(whole, way, strict=True))
 
 
+@pytest.mark.parametrize("make", SPECS, indirect=True)
 def test_bits_depend_on_no_other_row(make: Make) -> None:
     assert num_apart(make) == 0
 
 
-def test_bits_depend_on_other_rows_without_the_attention(make: Make) -> None:
+@pytest.mark.parametrize("make", ["qwen3"], indirect=True)
+def test_attention_that_is_not_pinned_shows(make: Make) -> None:
     def of() -> PagedModel:
         paged = make()
         paged.attention = attention(TritonAttention())
@@ -131,20 +127,23 @@ def test_bits_depend_on_other_rows_without_the_attention(make: Make) -> None:
     assert num_apart(of) > 0
 
 
-def test_bits_depend_on_the_splits_of_k(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", ["qwen3"], indirect=True)
+def test_products_that_are_not_pinned_show(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tiles of k that depend on the number of rows."""
+
     def of(num_rows: int, tuning: object) -> LinearTiles:
-        return LinearTiles(64, 16, 16 if num_rows == 1 else 128)
+        return LinearTiles(64, 16, 16 if num_rows < NUM_TOKENS else 128)
 
     monkeypatch.setattr(invariant_product, "tiles_of", of)
     assert num_apart(make) > 0
 
 
-def test_bits_depend_on_the_tiles_of_experts(make: Make) -> None:
-    paged = make()
-    experts = [each for each in paged.model.modules() if hasattr(each, "held")]
-    for module in experts:
-        module.product.tiles = None
-    assert (num_apart(make) > 0) == bool(experts)
+@pytest.mark.parametrize("make", ["moe"], indirect=True)
+def test_experts_that_are_not_pinned_show(make: Make) -> None:
+    for module in make().model.modules():
+        if isinstance(module, FusedExperts):
+            module.product.tiles = None
+    assert num_apart(make) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, None], ids=["wide", "same"])
@@ -162,8 +161,14 @@ def test_each_row_of_a_product_is_that_of_the_row_alone(dtype: torch.dtype | Non
 
 def test_rows_of_padding_attend_to_nothing() -> None:
     """Their keys are undefined, and so are their pages."""
-    out = check_decode(InvariantAttention(), Shape(2, 64, 4), [5, 0, 33, 0])
-    assert not out[1].any() and not out[3].any()
+    shape = Shape(2, 64, 4)
+    kv, table = paged_cache(shape, [5, 33])
+    lengths, q = torch.tensor([5, 33, 0, 0], dtype=torch.int32), shape.queries(4)
+    padded = torch.cat((table, torch.full_like(table, UNDEFINED_PAGE)))
+    backend = InvariantAttention()
+    found = backend.decode(shape.call(q, kv), DecodeBatch(padded, lengths, 33))
+    expected = backend.decode(shape.call(q[:2], kv), DecodeBatch(table, lengths[:2], 33))
+    assert torch.equal(found[:2], expected) and not found[2:].any()
 
 
 def test_norms_of_a_step_have_one_order() -> None:
