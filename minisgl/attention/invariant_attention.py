@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ class InvariantAttention:
 
     The kernel of chunks attends for decode rows, too, each of which is a chunk of one token. It
     reads the keys of a token from the first one on in tiles of one size, and splits them over no
-    programs. Tiles behind a token, which others in its program see, change none of its bits.
+    programs. Tiles behind a token, which others in its program see, change none of its bits, and
+    nor does how many others there are.
     """
 
     def __init__(self) -> None:
@@ -31,11 +34,21 @@ class InvariantAttention:
             self._numbers = numbers.to(batch.lengths.device)
         starts = self._numbers[: num_rows + 1]
         chunks = PrefillBatch(batch.page_table, starts, batch.lengths, num_rows, (), ())
-        return self.prefill(call, chunks)
+        return self._attend(call, chunks, most_queries=64)
 
     def prefill(self, call: AttentionCall, batch: PrefillBatch) -> Tensor:
+        return self._attend(call, batch)
+
+    def _attend(
+        self, call: AttentionCall, batch: PrefillBatch, most_queries: int | None = None
+    ) -> Tensor:
+        """most_queries: of a program, where it has more as of chunks. A warp has as many."""
         kv, spec = call.kv, call.spec
         assert spec.window is None, "tiles begin with a window, which is that of their first token"
+        tiles = prefill_tiles(spec.head_dim, call.q.itemsize, tuning_of(call.q.device))
+        if most_queries is not None and tiles.block_m > most_queries:
+            num_warps = tiles.num_warps * most_queries // tiles.block_m
+            tiles = replace(tiles, block_m=most_queries, num_warps=num_warps)
         return paged_prefill(
             call.q,
             kv.k,
@@ -45,6 +58,6 @@ class InvariantAttention:
             batch.ends,
             spec=spec,
             sinks=call.sinks,
-            tiles=prefill_tiles(spec.head_dim, call.q.itemsize, tuning_of(call.q.device)),
+            tiles=tiles,
             scales=kv.scales,
         )

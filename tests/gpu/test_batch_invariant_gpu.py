@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_what_is_cached(name: str, graphs: int) -> None:
 @NAMES
 @GRAPHS
 def test_bits_do_not_depend_on_retraction(name: str, graphs: int) -> None:
-    options = {**ON_GPU, "cuda_graph_max_bs": graphs, "num_pages": 40, "page_size": 16}
+    options = {**ON_GPU, "cuda_graph_max_bs": graphs, "num_pages": 30}
     options |= {"max_seq_len_override": 400, "schedule_conservativeness": 0.02}
 
     async def run() -> None:
