@@ -374,7 +374,8 @@ def _with_invariance(
         and config.max_running_requests > MOST_INVARIANT_ROWS,
     }
     if found := next((what for what, is_given in refused.items() if is_given), None):
-        refuse(config, "batch_invariant", f"{found} is not pinned yet; allowed: {INVARIANT_WITH}")
+        reason = f"with {found} bits may depend on other rows"
+        refuse(config, "batch_invariant", f"{reason}; allowed: {INVARIANT_WITH}")
     price = "each row is computed by itself"
     if on_gpu:
         price = "no cuBLAS, no split k, no split keys in decoding, and chunks of at most 512 tokens"

@@ -121,7 +121,7 @@ def read_setup(config: EngineConfig) -> Setup:
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     sight = read_sight(folder, model, resolved)
     if config.batch_invariant and not (is_pinned(model) and isinstance(sight, str)):
-        reason = "this model has kernels that are not pinned yet"
+        reason = "this model has kernels whose bits may depend on other rows"
         refuse(config, "batch_invariant", f"{reason}; allowed: {INVARIANT_WITH}")
     return Setup(resolved, model, folder, network, embedding or default_rules(folder), sight)
 

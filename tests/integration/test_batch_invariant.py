@@ -111,17 +111,17 @@ def test_rows_that_are_computed_together_differ(name: str, unpinned: str) -> Non
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("qwen3", {"tp": 2}, "several ranks (--tp 2, --pp 1) is"),
-        ("qwen3", {"pp": 2}, "several ranks (--tp 1, --pp 2) is"),
-        ("qwen3", {"task": "embed"}, "--task embed is"),
-        ("qwen3", {"speculative": "ngram"}, "--speculative is"),
-        ("qwen3", {"max_loras": 1}, "adapters (--lora, --max-loras) is"),
-        ("qwen3", {"kv_cache_dtype": "fp8"}, "a KV cache in FP8 is"),
-        ("qwen3", {"host_cache": 0.1, "disk_cache": "/nowhere"}, "--disk-cache is"),
-        ("moe", {"return_routed_experts": True}, "--return-routed-experts is"),
-        ("qwen3", {"quantization": "fp8"}, "this model has kernels that are"),
-        ("qwen3", {"model_impl": "adopted"}, "this model has kernels that are"),
-        ("mistral", {}, "this model has kernels that are"),
+        ("qwen3", {"tp": 2}, "with several ranks (--tp 2, --pp 1) bits"),
+        ("qwen3", {"pp": 2}, "with several ranks (--tp 1, --pp 2) bits"),
+        ("qwen3", {"task": "embed"}, "with --task embed bits"),
+        ("qwen3", {"speculative": "ngram"}, "with --speculative bits"),
+        ("qwen3", {"max_loras": 1}, "with adapters (--lora, --max-loras) bits"),
+        ("qwen3", {"kv_cache_dtype": "fp8"}, "with a KV cache in FP8 bits"),
+        ("qwen3", {"host_cache": 0.1, "disk_cache": "/nowhere"}, "with --disk-cache bits"),
+        ("moe", {"return_routed_experts": True}, "with --return-routed-experts bits"),
+        ("qwen3", {"quantization": "fp8"}, "this model has kernels whose bits"),
+        ("qwen3", {"model_impl": "adopted"}, "this model has kernels whose bits"),
+        ("mistral", {}, "this model has kernels whose bits"),
     ],
     ids=str,
 )
@@ -130,7 +130,7 @@ def test_what_is_not_pinned_is_refused(name: str, options: dict[str, Any], reaso
     config = EngineConfig(model=folder, device="cpu", batch_invariant=True, **options)
     with pytest.raises(ConfigError) as caught:
         read_setup(config)
-    assert f"{reason} not pinned yet; allowed: generating with" in str(caught.value)
+    assert f"{reason} may depend on other rows; allowed: generating with" in str(caught.value)
 
 
 def test_a_gpu_has_one_attention_and_steps_of_few_rows() -> None:
@@ -142,5 +142,5 @@ def test_a_gpu_has_one_attention_and_steps_of_few_rows() -> None:
         resolved(machine=GPU, batch_invariant=True, max_prefill_length=64).max_prefill_length == 64
     )
     for wrong in ({"dtype": "float32"}, {"attn": "triton,fi"}, {"max_running_requests": 512}):
-        with pytest.raises(ConfigError, match="not pinned yet"):
+        with pytest.raises(ConfigError, match="may depend on other rows"):
             resolved(machine=GPU, batch_invariant=True, **wrong)
