@@ -26,9 +26,9 @@ from minisgl.models import qwen_vl
 from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs
 from minisgl.models.towers.seeing import SeeingModel
-from minisgl.models.towers.sight import SEEING, Kind, Sight
+from minisgl.models.towers.sight import BY_LINES, SEEING, Kind, Sight
 from minisgl.models.towers.small import SmallModel
-from minisgl.models.towers.tower import Tower, _joined
+from minisgl.models.towers.tower import Tower, _joined, _skeleton
 from minisgl.parts.images import host, positions
 from minisgl.parts.images.device import DeviceImages, SeenEmbedding
 from minisgl.parts.images.host import Images, Pictured
@@ -105,6 +105,16 @@ def test_the_largest_image_fits_into_the_buffer(architecture: str, tmp_path: Pat
             assert length <= num_rows
             most = getattr(tower, "image_size", None)
             assert most or length > num_rows - num_rows**0.5
+
+
+@pytest.mark.parametrize("architecture", sorted(BY_LINES))
+def test_a_tower_asks_for_no_number_of_the_gpu(architecture: str, tmp_path: Path) -> None:
+    sight = published(architecture, tmp_path).sight
+    assert isinstance(sight, Sight)
+    nowhere = torch.device("meta")  # has no numbers, and so raises if one is asked for
+    module, _ = _skeleton(sight, torch.bfloat16, nowhere)
+    tower = Tower(module, torch.bfloat16, nowhere)
+    assert len(tower.rows(largest_inputs(sight, tower.config, 64))) == 64
 
 
 def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from minisgl.models.hub import safetensors_files
 from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
+from minisgl.models.towers.lines import GRID, derive
 from minisgl.models.towers.sight import Sight
 
 _TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
@@ -61,6 +62,8 @@ class Tower:
         Queues its work on the current stream. Raises whatever the code of transformers raises.
         """
         given = {name: self._sent(inputs[name]) for name in self._takes & inputs.keys()}
+        if GRID in given:
+            given |= derive(self.module.visual, inputs[GRID], self._device)
         found = self._features(**given, return_dict=True)
         deep = getattr(found, "deepstack_features", None) or ()
         sides = [_joined(each) for each in (found.pooler_output, *deep)]

@@ -1,0 +1,46 @@
+"""What a tower derives from the number of lines that an image's patches stand in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+try:
+    from transformers import vision_utils
+except ImportError:  # a release whose towers derive all of it themselves
+    vision_utils = None  # type: ignore[assignment]
+
+GRID = "image_grid_thw"
+
+
+def derive(visual: Any, grid: NDArray[Any], device: torch.device) -> dict[str, Tensor]:
+    """The grid of an image, [1, 3], in host memory, and what `visual` would derive from it.
+
+    Where a tower has its grid on the GPU, the host waits for the GPU in each layer, to know how
+    many patches there are. Empty where this release of transformers takes nothing that is derived.
+    """
+    find_taps = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
+    if find_taps is None:
+        return {}
+    here = torch.from_numpy(grid.astype(np.int64))
+    merged = visual.spatial_merge_size
+    read = {"position_ids": vision_utils.get_vision_position_ids(here, merged)}
+    if hasattr(visual, "num_grid_per_side"):  # its positions are weights, of another size
+        read["interp_indices"], read["interp_weights"] = find_taps(
+            here,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merged,
+        )
+    sent = {name: _sent(value, device) for name, value in read.items()}
+    return {GRID: here, "cu_seqlens": vision_utils.get_vision_cu_seqlens(here), **sent}
+
+
+def _sent(value: Tensor, device: torch.device) -> Tensor:
+    pinned = value.pin_memory() if device.type == "cuda" else value
+    return pinned.to(device, non_blocking=True)
