@@ -44,8 +44,8 @@ from minisgl.models.transformer import CausalLM
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs engines there")
 
 NUM_TOKENS, NUM_DECODED = 22, 2
-_SMALL = {"num_layers": 1, "vocab_size": 131}
-SPECS = {name: replace(spec_named(name), **_SMALL) for name in ("qwen3", "moe")}
+SMALL = {"num_layers": 1, "vocab_size": 131}
+SPECS = {name: replace(spec_named(name), **SMALL) for name in ("qwen3", "moe")}
 GPU = torch.device("cuda")
 Make = Callable[[], PagedModel]
 

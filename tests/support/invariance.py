@@ -21,15 +21,17 @@ from minisgl.request import Request, SamplingParams, TokenLogprobs
 
 FOLDER = TemporaryDirectory()
 SPECS = {name: spec_named(name) for name in ("qwen3", "moe", "mistral")}
-# Of several tiles in each direction, and 25 tokens in a program of attention.
+# Of several tiles in each direction, 25 tokens in a program of attention, and logits whose rows are
+# aligned in different ways.
 SPECS["wide"] = replace(
     SPECS["qwen3"],
     name="wide",
     num_heads=10,
     num_kv_heads=2,
     hidden_size=1280,
-    vocab_size=8000,
+    vocab_size=8001,
     tied=False,
+    sharded=False,
 )
 SPECS["wide-moe"] = replace(
     SPECS["moe"],
