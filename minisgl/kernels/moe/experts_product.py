@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.kernels.moe.reference import Choice
 from minisgl.kernels.rows import Rows
+from minisgl.kernels.tuning import ManyTiles
 
 
 class ExpertsProduct(ABC):
@@ -18,6 +19,8 @@ class ExpertsProduct(ABC):
     x: [num_rows, hidden_size]; it and the tensors of a choice are contiguous, and of the model's
     dtype.
     """
+
+    tiles: ManyTiles | None = None  # of kernels; None: they are chosen by the number of rows
 
     @property
     @abstractmethod

@@ -59,7 +59,7 @@ def _fused(
     from minisgl.kernels.moe.fused_experts import fused_experts
 
     held = experts.experts if isinstance(experts, DenseExperts) else experts
-    return fused_experts(x, choice, held, residual)
+    return fused_experts(x, choice, held, residual, tiles=experts.tiles)
 
 
 def joins_shared(num_rows: int, device: torch.device) -> bool:

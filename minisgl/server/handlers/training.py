@@ -70,7 +70,7 @@ class LeaveGroup(Struct, kw_only=True):
     """The name of the group. Example: `"policy"`"""
 
 
-class JoinGroup(LeaveGroup, kw_only=True):
+class Meeting(Struct, kw_only=True):
     master_address: str
     """Where the group meets. Example: `"127.0.0.1"`"""
     master_port: int
@@ -79,6 +79,11 @@ class JoinGroup(LeaveGroup, kw_only=True):
     """The rank of the engine's first rank. Example: `1`"""
     world_size: int
     """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+
+
+class JoinGroup(Meeting, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
     backend: str = "nccl"
     """nccl, or gloo on CPUs. Example: `"gloo"`"""
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import InvalidRequestError
-from minisgl.server.handlers.training import Done, admins, infos_of, told, updated
+from minisgl.server.handlers.training import Done, Meeting, admins, infos_of, told, updated
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
 _GROUP = "weight_transfer"
 
 
-class Place(Struct, kw_only=True):
-    master_address: str
-    """Where the group meets. Example: `"127.0.0.1"`"""
-    master_port: int
-    """Its port. Example: `51216`"""
-    rank_offset: int
-    """The rank of the engine's first rank. Example: `1`"""
-    world_size: int
-    """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+class Place(Meeting, kw_only=True):
     packed: bool = False
     """Whether tensors come as the bytes of several, some GiB at a time. Example: `true`"""
     backend: str | None = None
@@ -118,16 +110,8 @@ async def init_transfer(service: Service, asked: Asked[InitTransfer]) -> Respons
                 "pickles and is not supported; allowed: nccl or gloo, of a group of "
                 "torch.distributed.",
             )
-    address = GroupAddress(
-        place.master_address,
-        place.master_port,
-        place.rank_offset,
-        place.world_size,
-        _GROUP,
-        backend,
-        place.packed,
-    )
-    await asked.engine.weights.join_group(address)
+    given = structs.asdict(place) | {"group_name": _GROUP, "backend": backend}
+    await asked.engine.weights.join_group(GroupAddress(**given))
     return json_response(Done("The group of the trainer was joined."))
 
 
