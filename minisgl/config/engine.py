@@ -252,6 +252,10 @@ class EngineConfig:
         f"The largest rank of an adapter, a multiple of {LORA_RANK_UNIT}, for which each place on "
         "the device has room.",
     )
+    lora_experts: bool = adapter_option(
+        False,
+        "Give each place room for adapters of a model's experts, also if none of --lora has some.",
+    )
     image_hosts: tuple[str, ...] = image_option(
         (),
         "HOST: a name from which the server fetches images by http(s) for requests; may be given "

@@ -109,6 +109,7 @@ class ResolvedConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each
     max_loras: int  # of these, at once on the device; 0: there are none
     max_lora_rank: int
+    lora_experts: bool
     image_hosts: tuple[str, ...]
     image_rows: int  # of the buffer for images, where the model sees
     attn_prefill: str

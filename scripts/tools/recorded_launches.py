@@ -85,6 +85,8 @@ SERVED = (
     served("DeepSeek-V2-Lite"),
     served("DeepSeek-V3"),
     served("MiMo-V2-Flash"),
+    *(served(f"Qwen3-30B-A3B:{kind}", max_loras=2, lora_experts=True) for kind in ("", "int4")),
+    served("gpt-oss-20b", max_loras=2, lora_experts=True),
 )
 # There are no kernels of them for devices that cannot multiply FP8.
 SERVED_IN_FP8 = (
@@ -94,6 +96,10 @@ SERVED_IN_FP8 = (
     served("Qwen3-30B-A3B:fp8-channel"),
     served("Qwen3-30B-A3B:fp8-tensor"),
     served("Qwen3-30B-A3B:fp8-block", tp=2, ep=True),
+    *(
+        served(f"Qwen3-30B-A3B:fp8-{kind}", max_loras=2, lora_experts=True)
+        for kind in ("block", "tensor")
+    ),
     served("gpt-oss-20b", kv_cache_dtype="fp8"),
     served("Gemma-3-12B", kv_cache_dtype="fp8"),
     served("GLM-4.7-Flash", kv_cache_dtype="fp8"),

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.adapters import ExpertAdapters
+from minisgl.kernels.moe.reference import Choice, Expert, weighted_sum
 from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import ManyTiles
+
+Adapted = tuple[ExpertAdapters, Tensor]  # the tensor: [num_rows] int32, 0 for rows without one
 
 
 class ExpertsProduct(ABC):
@@ -35,6 +38,14 @@ class ExpertsProduct(ABC):
         return self
 
     @abstractmethod
+    def expert(self, index: int) -> Expert:
+        """One of those that this product has, from 0 on."""
+        ...
+
+    def adapted(self, rows: Rows | None) -> Adapted | None:
+        """What adapters add for the rows of a step, and which row has which."""
+        return None
+
     def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         """The sum without kernels: a new tensor like x. rows: as of Product."""
-        ...
+        return weighted_sum(x, self.expert, choice)
