@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,11 +22,13 @@ from support.checkpoints import (
     greedy_reference,
     load_reference,
     make_checkpoint,
+    random_prompt,
     spec_named,
 )
 from support.draft_policies import drafting
 from support.followed import followed
 from support.forked_ranks import forked_ranks
+from transformers import PreTrainedModel
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -76,11 +79,28 @@ def case_of(name: str) -> Case:
         length = LENGTHS[len(prompts)]
         own = torch.randint(spec.vocab_size, (length,), generator=generator).tolist()
         prompt = (shared + own)[:length] if length > 20 else own
-        run = greedy_reference(reference, prompt, NUM_TOKENS)
-        if len(set(run.token_ids)) >= 16:  # not one that falls into a short cycle
+        if (run := varied_run(reference, prompt)) is not None:
             prompts.append(prompt)
             runs.append(run)
     return Case(spec, folder, prompts, runs)
+
+
+def varied_run(reference: PreTrainedModel, prompt: Sequence[int]) -> GreedyRun | None:
+    """The reference's greedy tokens, unless they fall into a short cycle."""
+    run = greedy_reference(reference, prompt, NUM_TOKENS)
+    return run if 2 * len({*run.token_ids}) >= NUM_TOKENS else None
+
+
+def three_prompts(spec: Spec, folder: Path, reference: PreTrainedModel) -> Case:
+    """A case for a checkpoint that is made elsewhere."""
+    asked = (
+        random_prompt(spec, length, seed)
+        for seed, length in itertools.product(range(9), (3, 17, 40))
+    )
+    found = ((prompt, run) for prompt in asked if (run := varied_run(reference, prompt)))
+    prompts, runs = zip(*itertools.islice(found, 3), strict=True)
+    assert len(runs) == 3, "a checkpoint without teeth"
+    return Case(spec, folder, [*prompts], [*runs])
 
 
 def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
