@@ -59,6 +59,7 @@ class ModelConfig(Struct):
     model: str
     dtype: str
     max_model_len: int
+    logprobs_mode: str
 
 
 class LoraConfig(Struct):
@@ -94,7 +95,10 @@ async def server_info(service: Service, request: Request) -> Response:
             Config(
                 TransferConfig(backend_of(config.device)),
                 ModelConfig(
-                    service.state.model_names()[0], f"torch.{config.dtype}", config.max_seq_len
+                    service.state.model_names()[0],
+                    f"torch.{config.dtype}",
+                    config.max_seq_len,
+                    config.logprobs_mode,
                 ),
                 lora,
                 ParallelConfig(config.tp, config.pp),
