@@ -140,6 +140,27 @@ def test_an_image_that_takes_too_much_ends_alone(folder: Path) -> None:
             assert processor._process is process
 
 
+def test_a_processor_that_would_use_threads_ends(folder: Path) -> None:
+    """As that of torchvision would: a pool of threads that was there before the fork hangs."""
+    code = """
+import torch
+from minisgl.models.towers import processing
+
+def work(): torch.rand(1 << 20).exp().sum()
+
+def load(folder):
+    work()
+    return loaded(folder)
+
+torch.set_num_threads(4)
+loaded, processing.load = processing.load, load
+"""
+    with ImageProcessor(folder) as processor:
+        processor.code = code + BREAKING.format(action="work()", folder=str(folder), seconds=1)
+        picture, _ = processor.process(encoded(colourful(60, 60)), DIGEST, MAX_PIXELS)
+        assert picture.num_rows
+
+
 def test_a_large_image_ends_within_the_limit_of_memory(processor: ImageProcessor) -> None:
     """As many pixels as are allowed, in the mode that takes the most."""
     image = Image.new("RGBA", (8000, 4000), (0, 0, 0, 0))

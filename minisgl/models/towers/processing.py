@@ -22,7 +22,6 @@ from minisgl.images.processor import Answer, Array, Known, Made, Refused, Task
 from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, serve_tasks
 
 MAX_REASON_CHARS = 300
-MOST_THREADS, CPUS_A_THREAD = 4, 4  # that an image is processed by, of those of the machine
 WAIT_FACTOR = 6  # so much longer an image may take where processors are busy
 TASKS = msgspec.msgpack.Decoder(Task)
 
@@ -31,13 +30,9 @@ def serve(folder: str, seconds: float) -> NoReturn:
     """Run the process: answer tasks until its parent has gone."""
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
-    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads would not survive the fork
+    # A pool of threads would not survive the fork, nor keep to the limit of memory.
+    torch.set_num_threads(1)
     loaded = load(Path(folder))
-    num_threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // CPUS_A_THREAD))
-
-    def do(task: bytes) -> bytes:
-        torch.set_num_threads(num_threads)  # of this process, which was forked
-        return answer(loaded, task)
 
     def ended(number: int) -> bytes:
         if number in TIME_IS_UP:
@@ -49,7 +44,7 @@ def serve(folder: str, seconds: float) -> NoReturn:
     serve_tasks(
         tasks,
         answers,
-        do,
+        lambda task: answer(loaded, task),
         lambda number: None if number == signal.SIGKILL else ended(number),
         {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: WAIT_FACTOR * seconds},
     )

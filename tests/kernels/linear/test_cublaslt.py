@@ -82,6 +82,25 @@ def test_the_fastest_algorithm_tuned_for_at_least_that_many_rows_is_used(
     assert library.used == [expected]
 
 
+@pytest.mark.parametrize(("faster", "expected"), [(1.005, 5), (1.02, 6)])
+def test_of_algorithms_that_are_as_fast_the_first_proposed_is_used(
+    faster: float, expected: int
+) -> None:
+    """So that the noise of a trial does not choose."""
+    library: Any = FakeLibrary([9, 5, 6])
+    milliseconds = {9: 2 * faster, 5: faster, 6: 1.0}
+
+    def time_ms(work: Callable[[], None]) -> float:
+        work()
+        return milliseconds[library.used[-1]]
+
+    library.time_ms = time_ms
+    products = Products(library, torch.device("cpu"))
+    products.tune([weight()])
+    products(rows(8), weight())
+    assert library.used[-1] == expected
+
+
 def test_more_rows_are_left_to_torch() -> None:
     products, library = tuned([6])
     assert products(rows(MAX_ROWS), weight()) is not None
