@@ -120,6 +120,7 @@ class EngineOptions(OtherSpellings, total=False):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     head_dtype: Literal["auto", "float32"]
     return_routed_experts: bool
+    batch_invariant: bool
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None

@@ -52,6 +52,8 @@ SERVED = (
     served("Qwen3-14B"),
     served("Llama-3.1-8B"),
     served("Qwen3-30B-A3B"),
+    served("Qwen3-14B", batch_invariant=True),
+    served("Qwen3-30B-A3B", batch_invariant=True, head_dtype="float32"),
     served("Qwen3-0.6B", speculative="ngram"),  # a run's group of heads is padded
     served("Llama-3.1-8B", speculative="ngram"),
     served("Qwen3-30B-A3B", speculative="ngram"),
@@ -187,7 +189,7 @@ def _serve(options: EngineConfig, folder: Path, model: ModelConfig) -> None:
     ranks = pretended_ranks(options.tp, model.hidden_size, getattr(torch, config.dtype))
     runner = load_runner(Setup(config, model, folder), ranks=ranks)
     for length in CHUNKS:
-        shorter = replace(config, max_prefill_length=length)
+        shorter = replace(config, max_prefill_length=min(length, config.max_prefill_length))
         plan = longest_step(shorter, runner.vocab_size, scored=False)
         runner.collect(runner.launch(plan))
     runner.close()

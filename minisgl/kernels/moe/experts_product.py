@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl.kernels.adapters import ExpertAdapters
 from minisgl.kernels.moe.reference import Choice, Expert, weighted_sum
 from minisgl.kernels.rows import Rows
+from minisgl.kernels.tuning import ManyTiles
 
 Adapted = tuple[ExpertAdapters, Tensor]  # the tensor: [num_rows] int32, 0 for rows without one
 
@@ -21,6 +22,8 @@ class ExpertsProduct(ABC):
     x: [num_rows, hidden_size]; it and the tensors of a choice are contiguous, and of the model's
     dtype.
     """
+
+    tiles: ManyTiles | None = None  # of kernels; None: they are chosen by the number of rows
 
     @property
     @abstractmethod

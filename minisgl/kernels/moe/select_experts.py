@@ -64,7 +64,8 @@ def _fused(
 
     plain = experts.plain
     held = plain.experts if isinstance(plain, DenseExperts) else plain
-    return fused_experts(x, choice, held, residual, adapted=experts.adapted(rows))
+    adapted = experts.adapted(rows)
+    return fused_experts(x, choice, held, residual, adapted=adapted, tiles=plain.tiles)
 
 
 def joins_shared(num_rows: int, device: torch.device) -> bool:
