@@ -195,3 +195,22 @@ def test_without_room_none_is_loaded() -> None:
                 await engine.adapters.unload("a0")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["lora", "lora_experts", "neither"])
+def test_adapters_of_experts_need_room_that_the_options_make(how: str) -> None:
+    """By one of `lora` that adapts some, or by itself."""
+    asked = asked_of("moe")
+    first = (f"a1={folder_of(asked, 'a1')}",) if how == "lora" else ()
+
+    async def run() -> None:
+        loaded = loaded_of(asked, lora=first, lora_experts=how == "lora_experts")
+        async with AsyncEngine(loaded) as engine:
+            if how == "neither":
+                with pytest.raises(AdapterError, match=r"experts have no room .*--lora-exp"):
+                    await engine.adapters.load("a0", folder_of(asked, "a0"))
+            else:
+                await engine.adapters.load("a0", folder_of(asked, "a0"))
+                await check_one(engine, asked, of_name(asked, "a0"), "a0")
+
+    asyncio.run(run())
