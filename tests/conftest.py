@@ -11,9 +11,9 @@ what they ask is here. They wait without a limit of their own, as all waits of t
 may be as busy as it likes, and what never comes is ended by the limit of the test.
 
 The garbage collector rests while modules are imported and tests collected, and does not look at
-these afterwards: with ten thousand tests each look would take a second, and benchmarks look before
-they measure. What they freeze for the rest of their process would stay for the rest of the tests:
-it is not frozen.
+these afterwards, nor at what little garbage they leave: with ten thousand tests each look would
+take a second, and benchmarks look before they measure. What they freeze for the rest of their
+process would stay for the rest of the tests: it is not frozen.
 
 The processes that work for engines are forked from one that has imported what they need.
 
@@ -88,7 +88,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
     gc.freeze = lambda: None
     gc.enable()

@@ -33,7 +33,7 @@ from minisgl.tiers.tiers import Tiers
     ids=str,
 )
 def test_each_request_gets_the_tokens_of_its_adapter(options: dict[str, Any]) -> None:
-    """32 requests of eight adapters and none, for which there are three places."""
+    """18 requests of eight adapters and none, for which there are three places."""
     check("qwen3", **options)
 
 

@@ -90,7 +90,7 @@ def test_pages_in_fp8_survive_host_memory() -> None:
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("option", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("option", [{}, {"pp": 2}], ids=str)
 def test_pages_of_windowed_layers_survive_host_memory(option: dict[str, Any]) -> None:
     """Where retracted requests, too, go on behind what is loaded."""
     check_rounds(short_case_of("gpt-oss"), max_running_requests=2, **option)

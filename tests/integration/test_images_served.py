@@ -362,26 +362,28 @@ def animated(form: str) -> bytes:
     return encoded(RED, form, save_all=True, append_images=[BLUE.resize(RED.size)])
 
 
-HOSTILE = {
-    "many pixels": bomb(30_000, 30_000),
-    "most pixels": bomb(2**31 - 1, 2**31 - 1),
-    "a bomb of text": bomb(4, 4, (b"zTXt", b"a\0\0" + zlib.compress(bytes(70 << 20)))),
-    "a bomb of colours": bomb(4, 4, (b"iCCP", b"a\0\0" + zlib.compress(bytes(70 << 20)))),
-    "no width": bomb(0, 9),
-    "truncated": encoded(RED, "JPEG")[:-60],
-    "an animated PNG": animated("PNG"),
-    "an animated GIF": animated("GIF"),
-    "a page": b"<html><script>",
-    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-    "another format": encoded(RED, "TIFF"),
-    "nothing": b"",
-}
+def hostile() -> dict[str, bytes]:
+    zeros = zlib.compress(bytes(70 << 20))
+    return {
+        "many pixels": bomb(30_000, 30_000),
+        "most pixels": bomb(2**31 - 1, 2**31 - 1),
+        "a bomb of text": bomb(4, 4, (b"zTXt", b"a\0\0" + zeros)),
+        "a bomb of colours": bomb(4, 4, (b"iCCP", b"a\0\0" + zeros)),
+        "no width": bomb(0, 9),
+        "truncated": encoded(RED, "JPEG")[:-60],
+        "an animated PNG": animated("PNG"),
+        "an animated GIF": animated("GIF"),
+        "a page": b"<html><script>",
+        "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "another format": encoded(RED, "TIFF"),
+        "nothing": b"",
+    }
 
 
 def test_hostile_images_are_errors_of_their_requests(
     server: Served[AsyncEngine], llava: Llava
 ) -> None:
-    for name, data in HOSTILE.items():
+    for name, data in hostile().items():
         answer = chat_about(server, "a", image_part(data), max_tokens=1)
         assert answer.status_code == 400, name
         assert answer.json()["error"]["param"] == "messages.0.content.1.image_url", name

@@ -13,13 +13,12 @@ import torch
 from support.checkpoints import (
     TOLERANCE,
     Spec,
-    greedy_reference,
     random_prompt,
     reference_logits,
     relative_error,
 )
 from support.paged import PagedModel
-from support.parity import FOLDER, Case, check
+from support.parity import FOLDER, Case, check, three_prompts
 from support.quantized import FORMATS, Quantized, load_plain, quantize, round_inputs
 
 from minisgl.config import Activations
@@ -255,18 +254,7 @@ def test_the_code_of_transformers_rounds_inputs_as_ours_does(spec: str, format: 
 @cache
 def engine_case(spec: str, format: str) -> Case:
     case = case_of(spec, format)
-    model = load_plain(case)
-    prompts, runs = [], []
-    for seed, length in itertools.product(range(3), (3, 17, 40)):
-        prompt = random_prompt(case.spec, length, seed)
-        run = greedy_reference(model, prompt, 64)
-        if len(set(run.token_ids)) >= 20:  # not one in a short cycle
-            prompts.append(prompt)
-            runs.append(run)
-        if len(runs) == 3:
-            break
-    assert len(runs) == 3, "a checkpoint without teeth"
-    return Case(case.spec, case.folder, prompts, runs)
+    return three_prompts(case.spec, case.folder, load_plain(case))
 
 
 # -- mistakes -------------------------------------------------------------------------------------

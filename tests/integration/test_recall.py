@@ -74,7 +74,6 @@ def expected_logprobs(token_ids: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"page_size": 1, "max_prefill_length": 333}, id="chunks of 333"),
         pytest.param({"page_size": 16, "max_prefill_length": 100}, id="chunks of 100"),
         pytest.param({"page_size": 64, "max_running_requests": 1}, id="one at a time"),
     ],

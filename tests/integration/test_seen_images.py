@@ -46,11 +46,7 @@ FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize(
     "options",
-    [
-        {"page_size": 1},
-        {"page_size": 16, "max_prefill_length": 7},
-        {"padded": 8, "speculative": "ngram"},
-    ],
+    [{"page_size": 16, "max_prefill_length": 7}, {"padded": 8, "speculative": "ngram"}],
     ids=str,
 )
 def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
@@ -62,12 +58,14 @@ def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        *((each, {"tp": 2}) for each in (LLAVA, QWEN, QWEN_3_VL, GEMMA_4)),
-        *((each, {"pp": 2}) for each in (LLAVA, QWEN, QWEN_3_VL, GEMMA_4)),
+        *((each, {"tp": 2}) for each in (QWEN, QWEN_3_VL)),
+        *((each, {"pp": 2}) for each in (QWEN, QWEN_3_VL, GEMMA_4)),
     ],
     ids=str,
 )
 def test_ranks_and_stages_give_the_same_tokens(architecture: str, options: dict[str, Any]) -> None:
+    """With a state, rows for several layers, and rows that see each other; for rows of the first
+    layer alone see below."""
     check(architecture, max_prefill_length=7, **options)
 
 

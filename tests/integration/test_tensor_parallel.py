@@ -17,7 +17,7 @@ from minisgl.engine import AsyncEngine
 # and untied; the 14 heads of the other Qwen2 do not divide by 4.
 ON_FOUR = ["llama-biased", "mistral", "qwen2-12-heads", "qwen3-biased"]
 # Ranks know nothing of RoPE, so its variants are left to one rank.
-ON_ONE = ["llama-linear", "llama-dynamic"]
+ON_ONE = ["llama-linear", "llama-dynamic", "llama-yarn"]
 ON_TWO = [spec.name for spec in SPECS if spec.name not in (*ON_ONE, *ON_FOUR)]
 
 

@@ -4,6 +4,7 @@ steps, chunks and pages."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked_ranks import forked_ranks
 from support.pooled_checkpoints import (
     END,
     QUERY,
@@ -65,7 +67,8 @@ def expected(folder: Path, mode: str, text: str, dimensions: int | None = None) 
 
 def loaded(folder: Path, **options: Any) -> LLM:
     options = {"device": "cpu", "dtype": "float32", "num_pages": 513, "page_size": 16, **options}
-    return LLM(str(folder), **options)
+    with forked_ranks() if "tp" in options else nullcontext():
+        return LLM(str(folder), **options)
 
 
 def vectors(llm: LLM, texts: list[str], **options: Any) -> Tensor:

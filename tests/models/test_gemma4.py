@@ -93,8 +93,14 @@ def test_prefixes_are_found_within_windows_and_beyond() -> None:
     assert cached == [0, 0, 28]
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"tp": 2, "dp_attention": True}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        *(("dense", split) for split in ({"tp": 2}, {"tp": 2, "dp_attention": True}, {"pp": 2})),
+        ("experts", {"tp": 2}),
+    ],
+    ids=str,
+)
 def test_ranks_and_stages_give_the_tokens_of_transformers(name: str, split: dict[str, int]) -> None:
     """Two ranks have the same global KV head."""
     check_with_aborts(shortened(prompts_of(name)), **split)

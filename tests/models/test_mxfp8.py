@@ -3,7 +3,6 @@ float32."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -22,13 +21,12 @@ from safetensors.torch import load_file
 from support.checkpoints import (
     TOLERANCE,
     Spec,
-    greedy_reference,
     random_prompt,
     reference_logits,
     relative_error,
 )
 from support.paged import PagedModel
-from support.parity import FOLDER, Case, check
+from support.parity import FOLDER, Case, check, three_prompts
 from support.quantized import (
     Format,
     Packed,
@@ -249,15 +247,7 @@ def test_inputs_are_rounded_in_groups_of_32_columns(spec: str) -> None:
 @cache
 def engine_case(spec: str) -> Case:
     case = case_of(spec, "weights")
-    model, prompts, runs = load_plain(case), [], []
-    for seed, length in itertools.product(range(3), (3, 17, 40)):
-        prompt = random_prompt(case.spec, length, seed)
-        run = greedy_reference(model, prompt, 64)
-        if len(set(run.token_ids)) >= 20 and len(runs) < 3:  # not one in a short cycle
-            prompts.append(prompt)
-            runs.append(run)
-    assert len(runs) == 3
-    return Case(case.spec, case.folder, prompts, runs)
+    return three_prompts(case.spec, case.folder, load_plain(case))
 
 
 @pytest.mark.parametrize(

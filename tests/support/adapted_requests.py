@@ -25,7 +25,7 @@ from minisgl.engine.startup import Loaded
 from minisgl.errors import InvalidRequestError, ModelNotFoundError
 from minisgl.request import Request, SamplingParams
 
-NUM_ADAPTERS, NUM_REQUESTS, NUM_TOKENS = 8, 32, 16
+NUM_ADAPTERS, NUM_REQUESTS, NUM_TOKENS = 8, 18, 16
 SEEDED = SamplingParams(max_tokens=NUM_TOKENS, seed=3, temperature=0.8, top_p=0.95)
 
 

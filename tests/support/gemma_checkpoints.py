@@ -20,6 +20,7 @@ from support.checkpoints import (
     reference_logits,
 )
 from support.parity import Case as Prompts
+from support.parity import varied_run
 
 WITH_TOWERS, WIDER = "experts, towers", "wider experts"
 FOLDER = TemporaryDirectory()
@@ -131,7 +132,7 @@ def case_of(name: str) -> Case:
 
 @cache
 def prompts_of(name: str) -> Prompts:
-    """Prompts with 64 greedy tokens each, some of which begin alike."""
+    """Prompts with greedy tokens, some of which begin alike."""
     folder, model = checkpoint_of(name)
     spec = Spec(name, type(model).__name__, vocab_size=VOCAB_SIZE)
     shared = random_prompt(spec, 30, seed=2)
@@ -143,8 +144,7 @@ def prompts_of(name: str) -> Prompts:
         length = LENGTHS[len(prompts)]
         own = random_prompt(spec, length, seed=seed)
         prompt = (shared + own)[:length] if length > 30 else own
-        run = greedy_reference(model, prompt, 64)
-        if len({*run.token_ids}) >= 20:
+        if (run := varied_run(model, prompt)) is not None:
             prompts.append(prompt)
             runs.append(run)
     return Prompts(spec, folder, prompts, runs)

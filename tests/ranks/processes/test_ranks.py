@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
 from support.fake_matcher import FakeMatcher, held_to, tokens_after
 from support.forked_programs import forked_session
+from support.forked_ranks import forked_ranks
 from support.http_server import HELLO, session, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
@@ -159,8 +160,10 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
 async def test_a_killed_rank_ends_every_answer_and_is_named(options: dict[str, int]) -> None:
     """For other phases and layouts see test_killed_ranks.py."""
     hook = sys.excepthook
-    # Nothing but the end of the process tells: no step is ever late.
-    async with await demo_engine(step_timeout=math.inf, **options) as engine:
+    with forked_ranks():
+        # Nothing but the end of the process tells: no step is ever late.
+        starting = await demo_engine(step_timeout=math.inf, **options)
+    async with starting as engine:
         pids = [pid for pid in pids_of(engine._runner.others).values() if pid]
         reason = await fail_two_answers(engine, signal.SIGKILL)
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
@@ -192,7 +195,9 @@ async def test_ranks_that_are_asked_to_exit_are_not_killed(temporary: Path) -> N
 @pytest.mark.usefixtures("patient")
 async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
     """The first stage must not wait for tokens that are never sampled."""
-    async with await demo_engine(pp=2) as engine:
+    with forked_ranks():
+        starting = await demo_engine(pp=2)
+    async with starting as engine:
         [process] = multiprocessing.active_children()
         rule = tokens_after(engine.vocab_size)
         stream = engine.submit([1, 2, 3], ENDLESS, extras=held_to(FakeMatcher(rule)))
@@ -238,11 +243,12 @@ async def test_a_new_engine_can_start_after_a_rank_died(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the ranks have met, and at rest, where nothing but its end tells."""
-    with monkeypatch.context() as patch:
+    with forked_ranks(), monkeypatch.context() as patch:
         patch.setattr("minisgl.ranks.processes.launcher.run_spawned_rank", print)
         with pytest.raises(EngineStoppedError, match=r"Rank 1 \(process"):
             await demo_engine(tp=2)
-    engine = await demo_engine(tp=2)
+    with forked_ranks():
+        engine = await demo_engine(tp=2)
     os.kill(pids_of(engine._runner.others)[1] or 0, signal.SIGKILL)
     await engine.close()
     assert not multiprocessing.active_children()
@@ -280,7 +286,9 @@ def test_a_script_from_standard_input_gets_an_explanation(monkeypatch: pytest.Mo
 
 
 async def test_a_stopped_rank_is_detected_by_the_step_that_it_blocks() -> None:
-    async with await demo_engine(tp=2, step_timeout=4.0) as engine:
+    with forked_ranks():
+        starting = await demo_engine(tp=2, step_timeout=4.0)
+    async with starting as engine:
         pids = [pid for pid in pids_of(engine._runner.others).values() if pid]
         reason = await fail_two_answers(engine, signal.SIGSTOP)
         assert re.search("rank 1 is silent|Rank 1 .* has given no sign of life", reason)
@@ -313,7 +321,7 @@ def test_a_broken_checkpoint_leaves_no_process(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks weights: norm\.weight"):
-        load_engine(folder, tp=2, spawned=True)
+        load_engine(folder, tp=2)
     assert not multiprocessing.active_children()
 
 
