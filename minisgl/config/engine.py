@@ -218,6 +218,11 @@ class EngineConfig:
         "each such layer makes a copy more.",
         names=("--return-routed-experts", "--enable-return-routed-experts"),
     )
+    batch_invariant: bool = training_option(
+        False,
+        "Let no bit of tokens and logprobs depend on other requests, chunks, cached prefixes or "
+        "CUDA graphs. Steps are slower, and on a CPU each row is computed by itself.",
+    )
     speculative: str | None = draft_option(
         None,
         "Guess tokens and verify them, which changes no answer: ngram (what followed the same "
@@ -246,6 +251,10 @@ class EngineConfig:
         64,
         f"The largest rank of an adapter, a multiple of {LORA_RANK_UNIT}, for which each place on "
         "the device has room.",
+    )
+    lora_experts: bool = adapter_option(
+        False,
+        "Give each place room for adapters of a model's experts, also if none of --lora has some.",
     )
     image_hosts: tuple[str, ...] = image_option(
         (),

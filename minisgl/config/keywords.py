@@ -7,7 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    get_origin,
+    get_type_hints,
+)
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.options import option_names
@@ -112,13 +120,15 @@ class EngineOptions(OtherSpellings, total=False):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     head_dtype: Literal["auto", "float32"]
     return_routed_experts: bool
+    batch_invariant: bool
     speculative: Text | None
     draft_tokens: int
     draft_acceptance: float | None
-    lora: tuple[str, ...] | Mapping[str, Text]
+    lora: str | tuple[str, ...] | Mapping[str, Text]
     max_loras: int | None
     max_lora_rank: int
-    image_hosts: tuple[str, ...]
+    lora_experts: bool
+    image_hosts: str | tuple[str, ...]
     image_rows: int
     attn: str
     cuda_graph_max_bs: int | None
@@ -134,6 +144,7 @@ class KeywordError(ConfigError):
 
 SPECS = {spec.name: spec for spec in fields(EngineConfig)}
 # The fields by all their spellings on the command line, and in Python.
+_LISTS = {name for name, hint in get_type_hints(EngineConfig).items() if get_origin(hint) is tuple}
 SPELLINGS = {spelling: name for name, spec in SPECS.items() for spelling in option_names(spec)}
 KEYWORDS = {spelling[2:].replace("-", "_"): name for spelling, name in SPELLINGS.items()}
 
@@ -149,7 +160,8 @@ def config_of(options: Mapping[str, Any]) -> EngineConfig:
             other = next(each for each in options if KEYWORDS[each] == name)
             reason = f"the same option is given by {other}, too; allowed: one of them"
             raise KeywordError(keyword, value, reason)
-        given[name] = _in_words(value)
+        said = _in_words(value)
+        given[name] = (said,) if name in _LISTS and isinstance(said, str) else said
     try:
         return EngineConfig(**given)
     except ConfigError as error:

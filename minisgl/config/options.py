@@ -14,7 +14,7 @@ TYPE_NAMES: dict[Any, str] = {
     float: "a number",
     bool: "True or False",
     str: "a text",
-    tuple: "a tuple of texts",
+    tuple: "a list of texts",
     NoneType: "None",
 }
 

@@ -40,6 +40,16 @@ MAX_HOST_SHARE = 0.8  # of the memory of a machine, that a host cache may take
 # By --dense-copies.
 DENSE_COPIES_SHARES = {"auto": 1 / 3, "always": math.inf, "never": 0.0}
 
+# Decode rows of a step with --batch-invariant on a GPU, and one less than the tokens of its chunks:
+# together fewer than `many_rows` of DeviceTuning, from which on norms add up in another order.
+MOST_INVARIANT_ROWS = 511
+INVARIANT_WITH = (
+    "generating with a native model that has full attention and unquantised weights, without "
+    "images, on one rank, in bfloat16 or float16 with --attn triton on a GPU or --attn torch on a "
+    "CPU, without adapters, drafts, routed experts, --disk-cache and an FP8 cache, and up to "
+    f"{MOST_INVARIANT_ROWS} --max-running-requests"
+)
+
 MAX_CPU_RANKS = 8
 # Of the KV cache and the snapshots of states together, the snapshots: for Qwen3.8-27B one for each
 # 4,700 tokens of the KV cache. A prompt leaves one or two.
@@ -92,12 +102,14 @@ class ResolvedConfig:
     logprobs_mode: str
     head_dtype: str  # of the logits
     return_routed_experts: bool
+    batch_invariant: bool
     speculative: str  # how tokens are drafted; empty: not at all
     num_drafts: int  # at most, of a request in a step
     draft_acceptance: float  # by a coin; negative: drafts are accepted if they are right
     adapters: tuple[tuple[str, str], ...]  # name and folder of each
     max_loras: int  # of these, at once on the device; 0: there are none
     max_lora_rank: int
+    lora_experts: bool
     image_hosts: tuple[str, ...]
     image_rows: int  # of the buffer for images, where the model sees
     attn_prefill: str
@@ -215,6 +227,7 @@ def resolve(
     kv_dtype = _resolve_kv_dtype(config, model, device, dtype, notes)
     if config.tp > 1 and (advice := _advice(config, model, device, config.tp)) is not None:
         notes += (f"layouts: {line}" for line in advice.lines)
+    config = _with_invariance(config, dtype, kv_dtype, notes)
     prefill, decode = _resolve_attention(config, device, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, (prefill, decode), notes)
     config = _with_even_slots(config, notes)
@@ -337,6 +350,40 @@ def _check_routed(config: EngineConfig, model: ModelFacts) -> None:
     if config.pp > 1 or config.dp_attention or config.speculative is not None:
         reason = "allowed: without --pp, --dp-attention and --speculative"
         refuse(config, "return_routed_experts", reason)
+
+
+def _with_invariance(
+    config: EngineConfig, dtype: str, kv_dtype: str, notes: list[str]
+) -> EngineConfig:
+    """With --batch-invariant, the options that leave one way to compute a row. Raises ConfigError
+    for those with which it may be computed in several."""
+    if not config.batch_invariant:
+        return config
+    on_gpu = config.device == "cuda"
+    attn = "triton" if on_gpu else "torch"
+    refused = {
+        f"several ranks (--tp {config.tp}, --pp {config.pp})": config.tp * config.pp > 1,
+        f"--task {config.task}": config.task in ("embed", "rerank"),
+        "--speculative": config.speculative is not None,
+        "adapters (--lora, --max-loras)": bool(config.lora or config.max_loras),
+        "--disk-cache": config.disk_cache is not None,
+        "--return-routed-experts": config.return_routed_experts,
+        "a KV cache in FP8": kv_dtype != dtype,
+        "float32 on a GPU": on_gpu and dtype == "float32",
+        f"--attn {config.attn}": config.attn not in ("auto", attn, f"{attn},{attn}"),
+        f"more than {MOST_INVARIANT_ROWS} requests at once": on_gpu
+        and config.max_running_requests > MOST_INVARIANT_ROWS,
+    }
+    if found := next((what for what, is_given in refused.items() if is_given), None):
+        reason = f"with {found} bits may depend on other rows"
+        refuse(config, "batch_invariant", f"{reason}; allowed: {INVARIANT_WITH}")
+    price = "each row is computed by itself"
+    if on_gpu:
+        price = "no cuBLAS, no split k, no split keys in decoding, and chunks of at most 512 tokens"
+        most = min(config.max_prefill_length, MOST_INVARIANT_ROWS + 1)
+        config = replace(config, max_prefill_length=most)
+    notes.append(f"batch-invariant: no bit depends on other rows, at the price of speed: {price}")
+    return replace(config, attn=attn)
 
 
 def _check_ep(config: EngineConfig, model: ModelFacts) -> None:

@@ -34,9 +34,6 @@ def _check(config: ResolvedConfig) -> None:
     if not config.num_host_pages:
         reason = "sharing pages between engines needs a host cache; allowed: GB above 0"
         raise ConfigError("--host-cache", 0, reason)
-    if config.num_attending > 1:
-        reason = "each rank has pages of its own, and engines exchange whole ones; allowed: off"
-        raise ConfigError("--dp-attention", True, reason)
     if config.nnodes > 1:
         reason = "engines that exchange pages are on one node each; allowed: 1"
         raise ConfigError("--nnodes", config.nnodes, reason)
@@ -137,7 +134,8 @@ class PageMoves:
         beside = (window, config.max_run if self._model.states else None)
         fingerprint = blake2b(fingerprint + repr(beside).encode(), digest_size=32).digest()
         layers = self._model.on_rank(config.tp).layer_specs(config.kv_dtype)
-        num_bytes = config.tp * page_bytes(config.whole_layers(layers), config.page_size)
+        num_parts = config.tp // config.num_attending
+        num_bytes = num_parts * page_bytes(config.whole_layers(layers), config.page_size)
         try:
             listening = await asyncio.to_thread(self._runner.listen, address, token)
             check_open()
@@ -147,7 +145,8 @@ class PageMoves:
             reason = f"KV pages cannot be exchanged here: {error.strerror or error}"
             raise ConfigError("address", address, reason) from error
         if always_load:
-            self._kv.tiers.load_always()
+            for cache in self._kv.of_ranks:
+                cache.tiers.load_always()
         return self._exchange.address
 
     @property

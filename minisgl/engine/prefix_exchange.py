@@ -20,6 +20,9 @@ Each rank exchanges its part with the same rank of the other engine
 (tiers/peers/page_exchange.py). The pages of an offer are kept until no rank of this engine sends
 them any more, so what has come whole is right, whoever dies meanwhile; a page counts once all ranks
 have received their parts.
+
+Where ranks divide the requests, one rank of each stage has all of a prefix. An offer names these,
+and the receiving engine chooses the rank that gets the pages as it does for a request.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.moves import Place
 from minisgl.kvcache.page_keys import page_keys
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
-from minisgl.kvcache.transits import Transit
+from minisgl.kvcache.transits import Transit, Transits
 from minisgl.tiers.carriers.connections import (
     SILENCE_S,
     PageServer,
@@ -75,11 +78,11 @@ class Want(Struct, array_like=True):
 
 
 class Offer(Struct, array_like=True):
-    """The answer: what the ranks of the engine that asks may take, and where."""
+    """The answer: what the engine that asks may take, and where."""
 
     num_pages: int = 0
     name: bytes = b""
-    ranks: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()  # that have the pages
     refusal: str = ""  # why there are no pages
     is_direct: bool = False
     num_beside: int = 0  # pages that come behind these, with what is beside them
@@ -102,7 +105,7 @@ class OwnSide:
     listening: Listening  # its ranks
     # Of everything but the tokens that the bytes of a page, and what is beside it, depend on.
     fingerprint: bytes
-    page_bytes: int  # over all ranks
+    page_bytes: int  # over all ranks that have a part of one
 
 
 class PrefixExchange:
@@ -121,7 +124,7 @@ class PrefixExchange:
         Raises OSError if the address cannot be had.
         """
         self.stats = TransferStats()
-        self._kv, self._transits = kv, kv.tiers.transits
+        self._kv = kv
         self._own = own
         self._start = start
         self._launch = launch
@@ -138,6 +141,10 @@ class PrefixExchange:
     def address(self) -> str:
         """Where other engines find this one."""
         return str(self._server.address)
+
+    def _of(self, transit: Transit) -> Transits:
+        """Those of the rank that has its pages."""
+        return self._kv.of_ranks[transit.rank].tiers.transits
 
     def _num_pages(self, prefix: Prefix) -> int:
         return (prefix.num_tokens - 1) // self._kv.page_size
@@ -157,11 +164,13 @@ class PrefixExchange:
         if self._closed:
             return False
         prefix = Prefix(pack_tokens(token_ids), len(token_ids), namespace)
+        of_ranks = [cache.tiers.transits for cache in self._kv.of_ranks]
+        transits = max(of_ranks, key=lambda each: each.num_on_device(*prefix))
         transit = None
         if self._own.listening.is_direct:
-            transit = self._transits.lend(*prefix)
+            transit = transits.lend(*prefix)
         if transit is None:
-            transit = await self._copied(partial(self._transits.copy_out, *prefix))
+            transit = await self._copied(partial(transits.copy_out, *prefix))
         if transit is None:
             return False
         self._offers[transit] = self._key(prefix)
@@ -181,7 +190,7 @@ class PrefixExchange:
         try:
             return transit if await asyncio.shield(copied) else None
         except asyncio.CancelledError:
-            copied.add_done_callback(lambda _: self._transits.drop(transit))
+            copied.add_done_callback(lambda _: self._of(transit).drop(transit))
             raise
 
     def _take(self, key: bytes) -> Transit | None:
@@ -197,7 +206,7 @@ class PrefixExchange:
 
     def _drop(self, transit: Transit) -> None:
         """End a transit; requests may have waited for its pages."""
-        self._transits.drop(transit)
+        self._of(transit).drop(transit)
         if not self._closed:
             self._launch()
 
@@ -221,8 +230,8 @@ class PrefixExchange:
         """Begin to send the pages that another engine wants. Raises TransferError."""
         if want.fingerprint != self._own.fingerprint:
             raise TransferError(
-                "the other engine has another model, --tp, KV dtype, page size, --whole-pages or "
-                "--speculative"
+                "the other engine has another model, --tp, --dp-attention, KV dtype, page size, "
+                "--whole-pages or --speculative"
             )
         transit = self._take(want.key)
         if transit is None:
@@ -232,13 +241,13 @@ class PrefixExchange:
             self._drop(transit)
             raise TransferError("the other engine has no more of the prefix")
         if transit.place is Place.DEVICE and not want.is_direct:
-            transit = await self._copied(partial(self._transits.copy_lent, transit))
+            transit = await self._copied(partial(self._of(transit).copy_lent, transit))
             if transit is None:
                 raise TransferError("host memory of the other engine has no room for the prefix")
         (pages, num_beside), is_direct = transit.lacked_by(first), transit.place is Place.DEVICE
         name, began = secrets.token_bytes(NAME_BYTES), time.perf_counter()
         try:
-            sending = self._begin(transit.place, Place.ENGINE, pages, name)
+            sending = self._begin(transit, pages, name)
         except TransferError:
             self._drop(transit)
             raise
@@ -248,7 +257,8 @@ class PrefixExchange:
             self._count(self.stats.sent, sent.result(), began, is_direct=is_direct)
 
         sending.add_done_callback(end)
-        num_pages, ranks = len(pages) - num_beside, self._own.listening.ranks
+        num_pages = len(pages) - num_beside
+        ranks = self._own.listening.ranks[transit.rank :: len(self._kv.of_ranks)]
         return Offer(num_pages, name, ranks, is_direct=is_direct, num_beside=num_beside)
 
     # -- receiving ---------------------------------------------------------------------------------
@@ -265,7 +275,8 @@ class PrefixExchange:
 
     async def _fetch(self, address: str, prefix: Prefix) -> bool:
         async with self._turns:
-            matched = self._kv.match(*prefix)
+            cache = self._kv.best_for(*prefix)
+            transits, matched = cache.tiers.transits, cache.match(*prefix)
             first = matched // self._kv.page_size
             num_missing = self._num_pages(prefix) - first
             if num_missing <= 0:
@@ -278,7 +289,7 @@ class PrefixExchange:
             try:
                 is_mapped = time.monotonic() >= self._indirect.get(address, 0.0)
                 if self._own.listening.is_direct and is_mapped:
-                    transit = self._transits.expect_on_device(
+                    transit = transits.expect_on_device(
                         prefix.packed, first, num_missing, prefix.namespace
                     )
                 key, is_direct = self._key(prefix), transit is not None
@@ -289,7 +300,7 @@ class PrefixExchange:
                     self._drop(transit)
                     transit = None
                 if transit is None:
-                    transit = self._transits.expect(offer.num_pages, first)
+                    transit = transits.expect(offer.num_pages, first)
                 if transit is None:
                     raise TransferError("host memory has no room for it")
                 if offer.num_beside != len(transit.beside):
@@ -299,10 +310,10 @@ class PrefixExchange:
                 if transit is not None:
                     self._drop(transit)
                 return self._failed(str(error))
-            self._transits.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
+            transits.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
             is_direct = transit.place is Place.DEVICE
             self._count(self.stats.received, num_pages, began, is_direct=is_direct)
-            return self._kv.match(*prefix) > matched
+            return cache.match(*prefix) > matched
 
     async def _decline(self, address: str, prefix: Prefix) -> None:
         """Take an offer of another engine without its pages, which it would keep for a minute."""
@@ -315,11 +326,14 @@ class PrefixExchange:
 
         Nobody writes to them any more then. Raises TransferError if none can come.
         """
-        if len(offer.ranks) != len(self._own.listening.ranks):
+        num_attending = len(self._kv.of_ranks)
+        # One for each rank of this engine; of those of a stage, only that of the transit receives.
+        peers = tuple(rank for rank in offer.ranks for _ in range(num_attending))
+        if len(peers) != len(self._own.listening.ranks):
             raise TransferError("the other engine has another number of ranks")
         num_all = offer.num_pages + offer.num_beside
         place, pages = transit.place, tuple(transit.pages[:num_all])
-        num_pages = await self._begin(Place.ENGINE, place, pages, offer.name, offer.ranks)
+        num_pages = await self._begin(transit, pages, offer.name, peers)
         if num_pages < num_all:
             reason = f"a rank of the other engine has ended, or was silent for {SILENCE_S:g} s"
             if place is Place.DEVICE and not num_pages:
@@ -361,16 +375,10 @@ class PrefixExchange:
             totals.add(num_bytes, time.perf_counter() - began, is_direct=is_direct)
 
     def _begin(
-        self,
-        source: Place,
-        target: Place,
-        pages: Sequence[int],
-        name: bytes,
-        peers: tuple[str, ...] = (),
+        self, transit: Transit, pages: Sequence[int], name: bytes, peers: Sequence[str] = ()
     ) -> asyncio.Future[int]:
-        """Begin a move; the result is the number of pages that every rank has moved.
-
-        Raises TransferError.
+        """Begin to receive pages of a transit from `peers`, or to send some where there are none;
+        the result is the number of pages that every rank has moved. Raises TransferError.
         """
         if self._closed:
             raise TransferError("the engine is being closed")
@@ -380,7 +388,9 @@ class PrefixExchange:
             if not ended.done():  # it is cancelled where the loop ends
                 ended.set_result(num_pages)
 
-        self._kv.moves.begin(source, target, pages, end, name=name, peers=peers)
+        source, target = (Place.ENGINE, transit.place) if peers else (transit.place, Place.ENGINE)
+        rank = transit.rank
+        self._kv.moves.begin(source, target, pages, end, name=name, peers=peers, rank=rank)
         try:
             self._start()
         except EngineStoppedError as error:
@@ -393,7 +403,8 @@ class PrefixExchange:
         self._closed = True
         self._server.close()
         self._asking.shutdown(wait=False, cancel_futures=True)
-        self._transits.give_up()
+        for cache in self._kv.of_ranks:
+            cache.tiers.transits.give_up()
         for move in self._kv.moves.under_way:
             if Place.ENGINE in (move.source, move.target):
                 self._kv.moves.end(move.id, 0)

@@ -31,6 +31,20 @@ class AdapterWeights(NamedTuple):
         return self.a.shape[2]
 
 
+class StackedAdapters(NamedTuple):
+    """What adapters 1, 2, .. add to one of both products of experts; as AdapterWeights but where it
+    says otherwise."""
+
+    a: Tensor  # [num_slots, num_parts, num_experts, max_rank, k]
+    b: Tensor  # [num_slots, num_parts, num_experts, n, max_rank]: numbers above the rank are zeros
+    ranks: Tensor
+
+
+class ExpertAdapters(NamedTuple):
+    gate_up: StackedAdapters  # two parts, the gates and the ups
+    down: StackedAdapters  # one
+
+
 class AdaptedRows(NamedTuple):
     """The rows of a step by their adapters, as sort_rows leaves them."""
 

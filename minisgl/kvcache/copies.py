@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from operator import sub
 
 
@@ -72,9 +72,5 @@ class HostTraffic:
     reads: Traffic = field(default_factory=Traffic)  # from disk
 
     def since(self, before: HostTraffic) -> HostTraffic:
-        return HostTraffic(
-            self.offloads.since(before.offloads),
-            self.loads.since(before.loads),
-            self.writes.since(before.writes),
-            self.reads.since(before.reads),
-        )
+        names = (spec.name for spec in fields(self))
+        return HostTraffic(*(getattr(self, each).since(getattr(before, each)) for each in names))

@@ -134,11 +134,9 @@ class DiskTier:
 
     def store_all(self) -> None:
         """Begin to write what host memory has, and the disk has not: the latest used first."""
-        for node in sorted(
-            self._host.tree.nodes(), key=lambda node: -node.last_used
-        ):  # parents first
-            if node in self._host.pages:
-                self._write(node)
+        nodes = filter(self._host.pages.__contains__, self._host.tree.nodes())  # parents first
+        for node in sorted(nodes, key=lambda node: -node.last_used):
+            self._write(node)
 
     def _write(self, node: Node) -> bool:
         """Begin to write the host pages of `node` that are not on disk, nor on their way there, and

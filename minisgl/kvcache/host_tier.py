@@ -128,11 +128,6 @@ class HostTier(Residency):
             if host_pages is None or index not in held.get(host_pages[at], ())
         }
 
-    def beside_of(self, node: Node, at: int, indices: range) -> Sequence[int]:
-        """What is here beside page `at` of a node."""
-        host_pages = self.pages.get(node)
-        return () if host_pages is None else self.pool.beside_of(host_pages[at], indices)
-
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""
         doomed = [node]

@@ -59,13 +59,13 @@ class RankCaches(KVCacheManager):
     def best_for(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
     ) -> KVCacheManager:
-        """The cache of the rank that is best for a request. One must have a free slot."""
+        """The cache of the rank that is best for a request, of those with a free slot if any."""
         num_ranks = len(self.of_ranks)
         if key != self._last_key:
             self._last_key, self._first = key, (self._first + 1) % num_ranks
-        coming = Counter[int]()  # pages from the disk, which requests will use
+        coming = Counter[int]()  # pages in host memory soon, which requests will use
         for move in self.moves.under_way:
-            coming[move.rank] += len(move.pages) if move.source is Place.DISK else 0
+            coming[move.rank] += len(move.pages) if move.target is Place.HOST else 0
 
         def cost(cache: KVCacheManager) -> tuple[int, int]:
             in_use = cache.num_pages - 1 - cache.num_available + coming[cache.rank]
@@ -73,7 +73,8 @@ class RankCaches(KVCacheManager):
             turn = (cache.rank - self._first) % num_ranks
             return in_use * self.page_size - PREFIX_WEIGHT * found, turn
 
-        return min((each for each in self.of_ranks if len(each.leases) < self._num_slots), key=cost)
+        free = [each for each in self.of_ranks if len(each.leases) < self._num_slots]
+        return min(free or self.of_ranks, key=cost)
 
     def settled(self, step: int) -> None:
         for cache in self.of_ranks:

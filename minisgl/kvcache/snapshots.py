@@ -15,12 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.lease import Beside, Lease
-from minisgl.kvcache.loads import Loads
-from minisgl.kvcache.page_pool import UNPLANNED
+from minisgl.kvcache.numbered_group import NumberedGroup
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import Follower, Found, Node
+from minisgl.kvcache.tree import Found, Node
 
 
 class TakenSnapshot(NamedTuple):
@@ -38,13 +36,13 @@ class SnapshotStats:
     num_cached: int
 
 
-class Snapshots(Follower):
+class Snapshots(NumberedGroup):
     """The snapshots 0 .. num - 1, as a `PageGroup`. In another memory one takes `pages_each` pages,
     beside the last page of its prefix."""
 
     def __init__(self, num: int, cache: RadixCache, pages_each: int = 1) -> None:
+        super().__init__(num, cache, pages_each)
         self.num = num
-        self._cache = cache
         self._tree = cache.tree
         self._free = list(range(num - 1, -1, -1))
         self._cached: OrderedDict[Node, int] = OrderedDict()  # least recently used first
@@ -53,28 +51,10 @@ class Snapshots(Follower):
         # Of requests whose first chunk is not planned: a load of the same plan, which comes before
         # them, must not write what they begin from.
         self._waiting: set[Lease] = set()
-        self._host: HostTier | None = None
-        self._loads: Loads | None = None
-        # The device counts who has written a part of each with who has written its pages.
-        first = sum(len(group.indices) for group in cache.groups)
-        self.indices = range(first, first + pages_each)
-        self._written_by = cache.pool.written_by
-        self._first = len(self._written_by)
-        self._written_by += [0] * (num * pages_each)
-        self._tree.followers.append(self)
-
-    def use_copies(self, host: HostTier, loads: Loads) -> None:
-        """Have a tier behind the device, which keeps snapshots, too."""
-        self._host, self._loads = host, loads
 
     @property
     def stats(self) -> SnapshotStats:
         return SnapshotStats(self.num, len(self._cached))
-
-    def _parts(self, snapshot: int) -> range:
-        """The numbers of its parts, behind those of the device's pages."""
-        first = self._first + snapshot * len(self.indices)
-        return range(first, first + len(self.indices))
 
     def first_needed(self, num_pages: int) -> int:
         return max(0, num_pages - 1)
@@ -89,12 +69,7 @@ class Snapshots(Follower):
         return self._parts(self._cached[node]) if node in self._cached else ()
 
     def to_load(self, node: Node) -> Sequence[int]:
-        return () if node in self._cached else self._in_host(node)
-
-    def _in_host(self, node: Node) -> Sequence[int]:
-        if self._host is None:
-            return ()
-        return self._host.beside_of(node, node.num_pages - 1, self.indices)
+        return () if node in self._cached else self._in_host(node, node.num_pages - 1)
 
     def load(self, lease: Lease) -> Sequence[int]:
         if not self.to_load(lease.node):
@@ -121,7 +96,7 @@ class Snapshots(Follower):
         loading = self._loading()
         while self._passed and (node := next(iter(self._passed))) not in loading:
             del self._passed[node]
-            if self._in_host(node):
+            if self._in_host(node, node.num_pages - 1):
                 self._host.pool.drop_beside(self._host.pages[node][-1], self.indices)
                 return True
         return False
@@ -198,7 +173,7 @@ class Snapshots(Follower):
         for node in path[:-1]:
             if len(node.children) > 1:
                 self._passed.pop(node, None)
-            elif node in self._cached or self._in_host(node):
+            elif node in self._cached or self.to_load(node):
                 self._passed[node] = None
                 if node in self._cached:
                     self._cached.move_to_end(node, last=False)
@@ -217,7 +192,7 @@ class Snapshots(Follower):
 
     def drop_written_since(self, step: int) -> None:
         for node, snapshot in [*self._cached.items()]:
-            if self._written_by[self._parts(snapshot)[0]] >= step:
+            if self._written(snapshot) >= step:
                 self.ended(node)
 
     def audit(self, leases: Sequence[Lease], launched: int) -> None:
@@ -227,8 +202,4 @@ class Snapshots(Follower):
         assert owners == list(range(self.num)), "a snapshot is lost or owned twice"
         assert self._passed.keys() <= set(self._tree.nodes())
         assert self._waiting <= {*leases}
-        written_by = [self._written_by[self._parts(each)[0]] for each in self._cached.values()]
-        is_planned = self._loads is None or not self._loads.new
-        assert all(
-            step <= launched or (step == UNPLANNED and not is_planned) for step in written_by
-        )
+        self._audit_written(self._cached.values(), launched)

@@ -33,7 +33,7 @@ class Tiers:
         self.host = host
         self._rank = rank  # whose moves these are, of those in `moves`
         self.disk: DiskTier | None = None
-        self.transits = Transits(host.device, host, loads, max_in_transit)
+        self.transits = Transits(host.device, host, loads, max_in_transit, rank)
         self._loads = loads
         self._moves = moves
         num_ahead = host.device.pool.num_pages // AHEAD_PART

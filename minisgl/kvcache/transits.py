@@ -25,6 +25,7 @@ class Transit:
     place: Place
     pages: Sequence[int]
     beside: Sequence[tuple[int, int]] = ()  # by page of the prefix and index
+    rank: int = 0  # which has the pages, as of a lease
     node: Node | None = None  # of the prefix cache, whose pages these are, if they are lent
     # Called once when a step has copied the pages, or has failed to: they are free then.
     copied: Callable[[bool], None] | None = None
@@ -49,9 +50,17 @@ class Transits:
     _host: HostTier
     _loads: Loads
     _max_on_device: int  # number of pages that other engines may keep from requests
+    _rank: int  # whose pages these are
     _all: set[Transit] = field(default_factory=set)
 
     # -- pages that leave --------------------------------------------------------------------------
+
+    def num_on_device(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
+        """Number of pages of the cached prefix that can be lent or copied out."""
+        max_pages = self._cache.max_match(num_tokens)
+        match = self._cache.acquire(key, max_pages, namespace, may_load=False)
+        self._cache.tree.release(match.node)
+        return len(match.pages)
 
     def lend(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
         """Keep the cached prefix on the device as it is, for another engine to read; see `match`.
@@ -179,8 +188,7 @@ class Transits:
         if len(match.pages) < start or not self.has_room(num_pages):
             return None
         missing = min(num_pages - self._cache.pool.num_free, self._cache.num_evictable)
-        if missing > 0:
-            self._host.evict(missing, max_offloads=0)
+        self._host.evict(missing, max_offloads=0)
         if num_pages > self._cache.pool.num_free:
             return None
         return self._begin(Transit(Place.DEVICE, self._cache.pool.take(num_pages)))
@@ -225,6 +233,7 @@ class Transits:
         return sum(on_device) + num_pages <= self._max_on_device
 
     def _begin(self, transit: Transit) -> Transit:
+        transit.rank = self._rank
         self._all.add(transit)
         return transit
 

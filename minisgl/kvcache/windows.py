@@ -26,21 +26,20 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from minisgl.config import WindowSizes
-from minisgl.kvcache.host_tier import HostTier
 from minisgl.kvcache.lease import Beside, Lease, WindowPages, last_end
-from minisgl.kvcache.loads import Loads
-from minisgl.kvcache.page_pool import SCRATCH_PAGE, UNPLANNED, PagePool
+from minisgl.kvcache.numbered_group import NumberedGroup
+from minisgl.kvcache.page_pool import SCRATCH_PAGE, PagePool
 from minisgl.kvcache.radix import RadixCache
-from minisgl.kvcache.tree import Follower, Found, Node
+from minisgl.kvcache.tree import Found, Node
 
 
-class Windows(Follower):
+class Windows(NumberedGroup):
     """The pages 1 .. num_pages - 1 of windowed layers, as a `PageGroup`."""
 
     def __init__(self, num_pages: int, sizes: WindowSizes, cache: RadixCache) -> None:
         """cache: of full pages."""
+        super().__init__(num_pages, cache, sizes.pages_each)
         self.sizes = sizes
-        self._cache = cache
         cache.pool.on_free = self.forget
         self._pool = PagePool(num_pages, first=SCRATCH_PAGE + 1)
         self._num_usable = num_pages - 1
@@ -52,35 +51,12 @@ class Windows(Follower):
         self._num_claimed = 0
         self._num_extra = 0
         self._ends: set[Node] = set()  # with which prefixes end that requests may go on behind
-        self._host: HostTier | None = None
-        self._loads: Loads | None = None
-        first = sum(len(group.indices) for group in cache.groups)
-        self.indices = range(first, first + sizes.pages_each)
-        # The device counts who has written a page with who has written the full ones.
-        self._written_by = cache.pool.written_by
-        self._first_number = len(self._written_by)
-        self._written_by += [0] * (num_pages * sizes.pages_each)
-        cache.tree.followers.append(self)
-
-    def use_copies(self, host: HostTier, loads: Loads) -> None:
-        """Have a tier behind the device, which keeps pages of windows, too."""
-        self._host, self._loads = host, loads
-
-    def _parts(self, page: int) -> range:
-        """The numbers of the parts of a page, each as large as a full page."""
-        first = self._first_number + page * len(self.indices)
-        return range(first, first + len(self.indices))
 
     def first_needed(self, num_pages: int) -> int:
         return self.sizes.first_seen(num_pages)
 
     def ended(self, node: Node) -> None:
         self._ends.discard(node)
-
-    def _full_pages(self, found: Found) -> list[int]:
-        """The pages that the device has of a match."""
-        pages = self._cache.pages
-        return [page for node, common in found for page in pages.get(node, ())[:common]]
 
     def usable(self, found: Found, num_pages: int, *, may_load: bool) -> int:
         """A request can go on behind a page if all are left that its window reaches back to."""
@@ -97,9 +73,6 @@ class Windows(Follower):
         """Whether the device has the page beside page `at` of a node."""
         pages = self._cache.pages.get(node)
         return pages is not None and pages[at] in self._beside
-
-    def _in_host(self, node: Node, at: int) -> Sequence[int]:
-        return () if self._host is None else self._host.beside_of(node, at, self.indices)
 
     def on_device(self, node: Node) -> Beside:
         """The pages that a request sees behind the next end of a prefix."""
@@ -235,8 +208,9 @@ class Windows(Follower):
     def _share(self, lease: Lease, key: bytes, num_pages: int, step: int) -> None:
         """Let the cache keep the pages of a lease beside its own full pages with the same tokens.
         They are written by steps up to `step`. Those that no prefix needs go first."""
-        held, tree = _held(lease), self._cache.tree
-        full_pages = self._full_pages(tree.along(lease.node, key, num_pages))
+        held, cache = _held(lease), self._cache
+        found = cache.tree.along(lease.node, key, num_pages)
+        full_pages = [page for node, common in found for page in cache.pages.get(node, ())[:common]]
         pages = zip(full_pages[held.first :], held.pages, strict=False)
         for column, (full_page, page) in enumerate(pages, held.first):
             if full_page not in self._beside and page not in self._cached:
@@ -276,10 +250,6 @@ class Windows(Follower):
         """Drop the cached pages that failed steps wrote."""
         beside = self._beside.items()
         self.forget([full for full, page in beside if self._written(page) >= step])
-
-    def _written(self, page: int) -> int:
-        """The last step that may have written a page."""
-        return self._written_by[self._parts(page)[0]]
 
     def _demote(self) -> bool:
         """Let the device evict a prefix, where it would lose pages that one needs before host
@@ -335,11 +305,7 @@ class Windows(Follower):
         assert self._beside.keys() <= full_pages, "a page is left of a prefix that is gone"
         owned = sorted([*self._pool.free_pages, *self._cached.union(users)])
         assert owned == list(range(1, self._num_usable + 1)), "a page is lost or owned twice"
-        is_planned = self._loads is None or not self._loads.new
-        assert all(
-            step <= launched or (step == UNPLANNED and not is_planned)
-            for step in map(self._written, self._cached)
-        )
+        self._audit_written(self._cached, launched)
         assert self._ends <= {*self._cache.tree.nodes()}, "an end is left of a prefix that is gone"
         assert self._num_claimed == sum(each.claim for each in held)
         assert self._num_extra == sum(each.extra for each in held)

@@ -96,6 +96,10 @@ class Adapter:
         found = (alpha for pattern, alpha in self.alpha_patterns if pattern.fullmatch(path))
         return next(found, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 
+    @property
+    def has_experts(self) -> bool:
+        return any("experts" in path.split(".") for path in self.pairs)
+
     @cached_property
     def facts(self) -> AdapterFacts:
         patterns = [(pattern.pattern, alpha) for pattern, alpha in self.alpha_patterns]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import EXPERT_MAPS
 from minisgl.layers.latent_attention import linears_in
@@ -212,8 +211,7 @@ def maps_of(model: CausalLM | AdoptedModel, config: ModelConfig) -> Maps:
     for full_path, each in module.named_modules():
         path = full_path.removeprefix(prefix)
         if isinstance(each, FusedExperts):
-            if not isinstance(each.product, Mxfp4Experts):  # their own code has no place for it
-                _add_experts(sites, places, path, each)
+            _add_experts(sites, places, path, each)
         elif each in adaptable and "." in full_path:  # the others are heads
             _add_linear(sites, places, path, each)
     is_left_out = destinations(model, config.quantization).is_left_out

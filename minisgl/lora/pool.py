@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernels.adapters import RANK_UNIT, AdaptedRows, AdapterWeights, b_of, places_of_parts
+from minisgl.kernels.adapters import (
+    RANK_UNIT,
+    AdaptedRows,
+    AdapterWeights,
+    ExpertAdapters,
+    StackedAdapters,
+    b_of,
+    places_of_parts,
+)
 from minisgl.kernels.lora.select_kernels import kernels_for
 from minisgl.layers.linear import Linear
 from minisgl.lora.experts import AdaptedExperts
@@ -37,7 +45,7 @@ class _Slots(NamedTuple):
     """The adapters in some slots, by the path of each site."""
 
     of_linears: dict[str, AdapterWeights]
-    of_experts: dict[str, tuple[Pair, ...]]  # of each part, A and B of [num_slots, num_experts]
+    of_experts: dict[str, ExpertAdapters]
 
 
 class AdapterPool:
@@ -45,7 +53,6 @@ class AdapterPool:
     the request of each slot of the tables has.
 
     What a slot has of all sites is one block of memory, so that an adapter is loaded by two copies.
-    Experts have room on a CPU alone.
     """
 
     def __init__(
@@ -55,14 +62,13 @@ class AdapterPool:
         max_rank: int,
         num_slots: int,
         *,
+        experts: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._maps, self._max_rank, self._num_loras = maps, max_rank, num_loras
         self._sites = {
-            path: site
-            for path, site in maps.sites.items()
-            if site.num_experts is None or device.type == "cpu"
+            path: site for path, site in maps.sites.items() if site.num_experts is None or experts
         }
         size = sum(math.prod(shape) for site in self._sites.values() for shape in self._room(site))
         self._matrices = torch.zeros((num_loras, size), dtype=dtype, device=device)
@@ -80,12 +86,14 @@ class AdapterPool:
         num_loras: int,
         max_rank: int,
         num_slots: int,
+        experts: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> AdapterPool:
         """Put products with a pool's adapters into a model, whose products are prepared.
 
-        num_slots: of the tables, without the scratch slot. Raises UnsupportedModelError for a model
+        num_slots: of the tables, without the scratch slot. experts: whether these have room, too,
+        which takes far more than the rest of a layer. Raises UnsupportedModelError for a model
         whose own code leaves them out.
         """
         if not isinstance(model, CausalLM):
@@ -94,8 +102,9 @@ class AdapterPool:
 
             assert isinstance(config, AdoptedConfig)
             check_adapters(config)
+        maps = maps_of(model, config)
         pool = AdapterPool(
-            maps_of(model, config), num_loras, max_rank, num_slots, dtype=dtype, device=device
+            maps, num_loras, max_rank, num_slots, experts=experts, dtype=dtype, device=device
         )
         slots = pool._slots(pool._matrices, pool._ranks)
         for path, site in pool._sites.items():
@@ -121,8 +130,8 @@ class AdapterPool:
                 _pack_experts(slots.of_experts[path], pairs)
             else:
                 raise AdapterError(
-                    f"{TENSORS_FILE} adapts {path:.200}: experts cannot have adapters on a GPU "
-                    "yet; allowed: the other maps of layers."
+                    f"{TENSORS_FILE} adapts {path:.200}, and experts have no room for adapters; "
+                    "allowed: the other maps of layers, or a start with --lora-experts."
                 )
         if not bool(matrices.isfinite().all()):
             raise AdapterError(
@@ -157,7 +166,8 @@ class AdapterPool:
         rank = -(-self._max_rank // RANK_UNIT) * RANK_UNIT
         shapes = [site.shapes(part, rank) for part in range(len(site.parts))]
         if site.num_experts is not None:
-            return [shape for pair in shapes for shape in pair]
+            (a, b), _, down = shapes  # those of the gates are those of the ups
+            return [(2, *a), (2, *b), *((1, *shape) for shape in down)]
         width = sum(part.outputs.size for part in site.parts)
         return [(len(shapes), *shapes[0][0]), (width * rank,)]
 
@@ -175,7 +185,10 @@ class AdapterPool:
                 starts = (0, *itertools.accumulate(widths[:-1]))
                 slots.of_linears[path] = AdapterWeights(a, b, of_site, starts)
             else:
-                slots.of_experts[path] = tuple(map(Pair, found[::2], found[1::2]))
+                a, b, down_a, down_b = found
+                slots.of_experts[path] = ExpertAdapters(
+                    StackedAdapters(a, b, of_site), StackedAdapters(down_a, down_b, of_site)
+                )
         return slots
 
 
@@ -191,10 +204,12 @@ def _pack(slot: AdapterWeights, pairs: Sequence[Pair | None]) -> None:
             b[rows, :rank] = pair.b
 
 
-def _pack_experts(slot: Sequence[Pair], pairs: Sequence[Pair | None]) -> None:
+def _pack_experts(slot: ExpertAdapters, pairs: Sequence[Pair | None]) -> None:
     """Fill one slot of experts."""
-    for part, pair in zip(slot, pairs, strict=True):
+    (a, b, ranks), (down_a, down_b, _) = slot
+    for to_a, to_b, pair in zip((*a[0], down_a[0, 0]), (*b[0], down_b[0, 0]), pairs, strict=True):
         if pair is not None:
             rank = pair.a.shape[1]
-            part.a[0, :, :rank] = pair.a
-            part.b[0, ..., :rank] = pair.b
+            to_a[:, :rank] = pair.a
+            to_b[..., :rank] = pair.b
+            ranks.fill_(-(-rank // RANK_UNIT) * RANK_UNIT)

@@ -146,6 +146,11 @@ class Refilling:
         if (group := self._groups.pop(name, None)) is not None:
             group.close()
 
+    def close(self) -> None:
+        """Leave all groups: torch has them for the process, which may start another engine."""
+        for name in [*self._groups]:
+            self.leave(name)
+
     def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
         """The same of tensors that the trainer of a group sends now, in this order. packed: as
         bytes, whatever was said when the group was joined."""

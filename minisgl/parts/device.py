@@ -20,7 +20,7 @@ from minisgl.parts.images.device import DeviceImages, ImageStep
 from minisgl.parts.images.host import ImagePlan
 from minisgl.parts.masks.device import MaskStep
 from minisgl.parts.masks.host import MaskPlan
-from minisgl.parts.scores.device import ScoreStep
+from minisgl.parts.scores.device import ScoreStep, rows_scored
 from minisgl.parts.scores.host import ScorePlan
 from minisgl.parts.vectors.device import VectorStep
 from minisgl.parts.vectors.host import VectorPlan
@@ -38,14 +38,18 @@ def device_parts(
     adapters: DeviceAdapters | None,
     images: DeviceImages | None,
     experts: Tensor | None,
+    *,
+    row_by_row: bool = False,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
     copies: None without a host cache. rank: this one, of those that divide the requests. adapters:
     None without any. images: None for a model that takes none. experts: of note_experts; None where
-    layers note none."""
+    layers note none. row_by_row: rows are scored one by one."""
     parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
-        ScorePlan: partial(ScoreStep, lanes, whole_logits, vocab_size),
+        ScorePlan: partial(
+            ScoreStep, lanes, whole_logits, 1 if row_by_row else rows_scored(vocab_size)
+        ),
         VectorPlan: partial(VectorStep, lanes, whole_logits),
     }
     if copies is not None:

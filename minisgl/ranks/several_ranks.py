@@ -189,7 +189,7 @@ class RankWeights:
 
     def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
         self._own.begin(infos, partial)
-        self._call("begin_weights", infos, partial)
+        self._call("begin", infos, partial)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for bucket, num_bytes in _buckets(tensors):
@@ -199,50 +199,47 @@ class RankWeights:
                 self.take_files([file.name])
 
     def take_files(self, files: Sequence[str]) -> None:
-        self._together(lambda: self._own.take_files(files), "take_weights", files)
+        self._together("take_files", files)
 
     def join(self, address: GroupAddress) -> None:
-        self._together(lambda: self._own.join(address), "join_group", address)
+        self._together("join", address)
 
     def leave(self, name: str) -> None:
-        self._together(lambda: self._own.leave(name), "leave_group", name)
+        self._together("leave", name)
 
     def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
-        def own() -> None:
-            self._own.take_group(name, infos, packed)
-
-        self._together(own, "receive_weights", name, infos, packed)
+        self._together("take_group", name, infos, packed)
 
     def end(self) -> bool:
         own = self._own.end()
-        return all([own, *self._call("end_weights")])
+        return all([own, *self._call("end")])
 
     def read(self, name: str, num_rows: int) -> list[Piece]:
-        own, found = self._own.read(name, num_rows), self._call("read_weights", name, num_rows)
+        own, found = self._own.read(name, num_rows), self._call("read", name, num_rows)
         others = (msgspec.convert(each, list[Piece]) for each in found)
         return [*own, *(piece for pieces in others for piece in pieces)]
 
     def sleep(self, drops_weights: bool) -> None:
-        self._together(lambda: self._own.sleep(drops_weights), "sleep", drops_weights)
+        self._together("sleep", drops_weights)
 
     def wake(self, tags: Collection[str]) -> None:
-        self._together(lambda: self._own.wake(tags), "wake", [*tags])
+        self._together("wake", [*tags])
 
     def capture(self) -> None:
-        self._together(self._own.capture, "capture")
+        self._together("capture")
 
-    def _together(self, own: Callable[[], None], name: str, *arguments: object) -> None:
+    def _together(self, method: str, *arguments: object) -> None:
         """Have rank 0 do what the others are called for meanwhile: each may wait for all."""
         with ThreadPoolExecutor(1) as thread:
-            others = thread.submit(self._call, name, *arguments)
-            own()
+            others = thread.submit(self._call, method, *arguments)
+            getattr(self._own, method)(*arguments)
             others.result()
 
-    def _call(self, name: str, *arguments: object) -> list[object]:
+    def _call(self, method: str, *arguments: object) -> list[object]:
         def refusal(rank: int, obstacle: str) -> CheckpointError:
             return CheckpointError(f"Rank {rank}: {obstacle}")
 
-        found = self._others.call(name, *arguments)
+        found = self._others.call(method, *arguments)
         return [each.value(object, partial(refusal, each.rank)) for each in found]
 
 

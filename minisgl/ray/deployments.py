@@ -79,10 +79,8 @@ def build(
     hosts = allowed_names(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
     inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
-    if router.roles:  # what does not go with them is refused before anything starts
-        with_pages_shared(engine, router.replicas)
-        if ray.is_initialized():
-            _pages_address(engine)
+    if router.roles and ray.is_initialized():
+        _pages_address(engine)  # what does not go with them is refused before anything starts
     numbers = Counter(router.role_of_each) or {"": router.replicas}
     engines = {
         _name(role): _engines(role, number, engine, inner, router, options)

@@ -235,15 +235,7 @@ async def _task_of(peer: Peer, api_key: Sequence[str]) -> str:
 
 
 def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
-    """The options of engines that exchange pages, which they do through their host caches.
-
-    Raises ConfigError for what does not go together with it.
-    """
-    if engine.dp_attention:
-        reason = "each rank has pages of its own, and replicas with --roles exchange whole ones"
-        raise ConfigError("--dp-attention", True, f"{reason}; allowed: off")
-    if engine.parallel == "auto":
-        engine = replace(engine, parallel="heads")
+    """The options of engines that exchange pages, which they do through their host caches."""
     if engine.host_cache:
         return engine
     share = HOST_SHARE * memory_bytes() / 1e9 / num_replicas

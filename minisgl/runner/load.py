@@ -29,6 +29,7 @@ from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
 from minisgl.models.float32_head import widen_head
+from minisgl.models.invariant import make_invariant
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
@@ -131,6 +132,8 @@ def load_runner(
     model = cast("CausalLM | AdoptedModel", weights.model)  # which all decoders are
     if config.head_dtype != config.dtype:
         widen_head(model)
+    if config.batch_invariant:
+        weights = replace(weights, model=make_invariant(model, lanes.device))
     refilling = Refilling(model, setup.model, lanes, number)
     report("tuning GEMMs", 0.0)
     config, copy_bytes = _make_ready(config, place, weights, free_at_start)
@@ -282,6 +285,10 @@ def _attentions(
             kv_dtype=getattr(torch, config.kv_dtype),
         )
         attention = make_attention(config.attn_prefill, config.attn_decode, shape)
+        if config.batch_invariant and config.device == "cuda":
+            from minisgl.attention.invariant_attention import InvariantAttention
+
+            return (Attention(*(InvariantAttention(),) * 2),) * 2
         if config.device != "cuda" or not config.cuda_graph_max_bs:
             return attention, attention
         return attention, make_captured_attention(attention, config.attn_prefill, shape)
@@ -352,6 +359,7 @@ class _RunnerMaker:
             self.adapters,
             self.images,
             self.routed,
+            row_by_row=config.batch_invariant,
         )
         runner = ModelRunner(
             computation,

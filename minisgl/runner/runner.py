@@ -213,6 +213,8 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
+        if self.weights is not None:
+            self.weights.close()
         computation.states.clear()
 
     # -- queueing a step ---------------------------------------------------------------------------

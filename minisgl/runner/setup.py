@@ -15,12 +15,15 @@ from minisgl.config import (
     resolve,
     with_layout,
 )
+from minisgl.config.options import refuse
+from minisgl.config.resolve import INVARIANT_WITH
 from minisgl.drafting.networks.loading import NetworkConfig, find_network
 from minisgl.errors import CheckpointError
 from minisgl.lora.files import AdapterError, look_at
 from minisgl.models.config import ModelConfig
 from minisgl.models.fingerprint import weights_fingerprint
 from minisgl.models.hub import locate_model
+from minisgl.models.invariant import is_pinned
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.pooling import EmbeddingRules, default_rules, read_embedding_rules
 from minisgl.models.registry import read_model_config
@@ -72,6 +75,7 @@ class Setup:
             config.tp,
             config.pp,
             config.ep,
+            config.batch_invariant,
         )
         # The KV of a drafter is part of the pages.
         of_drafter = () if network is None else (drafter, network.of)
@@ -116,6 +120,9 @@ def read_setup(config: EngineConfig) -> Setup:
     on_rank = facts.on_rank(config.tp) if can_divide else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     sight = read_sight(folder, model, resolved)
+    if config.batch_invariant and not (is_pinned(model) and isinstance(sight, str)):
+        reason = "this model has kernels whose bits may depend on other rows"
+        refuse(config, "batch_invariant", f"{reason}; allowed: {INVARIANT_WITH}")
     return Setup(resolved, model, folder, network, embedding or default_rules(folder), sight)
 
 

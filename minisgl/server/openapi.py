@@ -101,7 +101,9 @@ def _explain(fields: dict[str, Any], own: Mapping[str, Any], others: Mapping[str
 def _operation(endpoint: Endpoint, *, locked: bool) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": endpoint.summary}
     if endpoint.body is not None:
-        content = {**_schema(endpoint.body), "example": endpoint.example}
+        content = _schema(endpoint.body)
+        if endpoint.example:  # else those of the fields are shown
+            content["example"] = endpoint.example
         described["requestBody"] = {"required": True, "content": {JSON: content}}
     _, _, name = endpoint.shown_path.removesuffix("}").partition("{")
     if name:

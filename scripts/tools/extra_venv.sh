@@ -1,14 +1,14 @@
-# Sourced by try_*.sh, with $root set to the repository: `ensure_venv_with NAME REQUIREMENT` makes a
-# venv of its own for a package that the tests do without, in ${XDG_CACHE_HOME:-~/.cache}/minisgl/NAME.
+# Sourced by try_*.sh, with $root set to the repository: `ensure_venv_with NAME REQUIREMENT...` makes
+# a venv of its own for packages that the tests do without, in ${XDG_CACHE_HOME:-~/.cache}/minisgl/NAME.
 # It sees the packages of the checkout's venv, and pip does not replace torch. `ensure_triton_venv`
 # makes one for Triton, and `ensure_torch_venv NAME REQUIREMENT` one for another torch. $extra_python
 # is its interpreter.
 
 source "$root/scripts/venv.sh"
 
-ensure_venv_with() { # NAME REQUIREMENT
+ensure_venv_with() { # NAME REQUIREMENT...
   ensure_extra_venv "$1"
-  install_extra --constraint <(echo "torch==$(torch_version)") "$2"
+  install_extra --constraint <(echo "torch==$(torch_version)") "${@:2}"
 }
 
 # Without Triton, which the CPU builds of PyTorch do not bring either.

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from minisgl.device.copy_lanes import HostCopyLane
 from minisgl.device.lanes import EventMark, HostCopy, Lanes
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.peers import PeerCommunicator
@@ -143,6 +144,7 @@ def pretended(device: Device) -> Iterator[None]:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_of(device)))
         for replaced, stand_in in (
             ("minisgl.runner.load.Lanes", PretendedLanes),
+            ("minisgl.parts.adapters.device.copy_lane", lambda lanes: HostCopyLane()),
             ("minisgl.distributed.peers.PeerMemory", PretendedPeers),
             ("minisgl.models.loader.fill_randomly", lambda model, device, seed: None),
             ("minisgl.kernels.linear.cublaslt.load_products", lambda dtype, device: None),

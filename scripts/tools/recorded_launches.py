@@ -52,6 +52,8 @@ SERVED = (
     served("Qwen3-14B"),
     served("Llama-3.1-8B"),
     served("Qwen3-30B-A3B"),
+    served("Qwen3-14B", batch_invariant=True),
+    served("Qwen3-30B-A3B", batch_invariant=True, head_dtype="float32"),
     served("Qwen3-0.6B", speculative="ngram"),  # a run's group of heads is padded
     served("Llama-3.1-8B", speculative="ngram"),
     served("Qwen3-30B-A3B", speculative="ngram"),
@@ -83,6 +85,8 @@ SERVED = (
     served("DeepSeek-V2-Lite"),
     served("DeepSeek-V3"),
     served("MiMo-V2-Flash"),
+    *(served(f"Qwen3-30B-A3B:{kind}", max_loras=2, lora_experts=True) for kind in ("", "int4")),
+    served("gpt-oss-20b", max_loras=2, lora_experts=True),
 )
 # There are no kernels of them for devices that cannot multiply FP8.
 SERVED_IN_FP8 = (
@@ -92,6 +96,10 @@ SERVED_IN_FP8 = (
     served("Qwen3-30B-A3B:fp8-channel"),
     served("Qwen3-30B-A3B:fp8-tensor"),
     served("Qwen3-30B-A3B:fp8-block", tp=2, ep=True),
+    *(
+        served(f"Qwen3-30B-A3B:fp8-{kind}", max_loras=2, lora_experts=True)
+        for kind in ("block", "tensor")
+    ),
     served("gpt-oss-20b", kv_cache_dtype="fp8"),
     served("Gemma-3-12B", kv_cache_dtype="fp8"),
     served("GLM-4.7-Flash", kv_cache_dtype="fp8"),
@@ -181,7 +189,7 @@ def _serve(options: EngineConfig, folder: Path, model: ModelConfig) -> None:
     ranks = pretended_ranks(options.tp, model.hidden_size, getattr(torch, config.dtype))
     runner = load_runner(Setup(config, model, folder), ranks=ranks)
     for length in CHUNKS:
-        shorter = replace(config, max_prefill_length=length)
+        shorter = replace(config, max_prefill_length=min(length, config.max_prefill_length))
         plan = longest_step(shorter, runner.vocab_size, scored=False)
         runner.collect(runner.launch(plan))
     runner.close()

@@ -37,6 +37,7 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("moe.many_rows._expert_product", "sm_100"): 84,
     ("moe.many_rows._expert_product", "sm_80"): 248,
     ("moe.mxfp4_experts._expert_product", "sm_80"): 244,
+    ("moe.mxfp4_experts._expert_product", "sm_90"): 16,
     ("sampling.draw.draw_kernel", "sm_100"): 108,
     ("sampling.draw.draw_kernel", "sm_80"): 32,
     ("sampling.draw.draw_kernel", "sm_90"): 40,

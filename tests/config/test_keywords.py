@@ -43,7 +43,8 @@ def test_the_keywords_are_the_fields_with_their_types_and_choices() -> None:
         choices = tuple(value for part in literals for value in get_args(part))
         assert choices == specs[name].metadata["choices"]
         others = {*kinds} - {*literals, TorchDtype, TorchDevice, PathLike[str], BY_NAME}
-        assert others == {*expected} - ({str} if choices else set())
+        of_list = {str} if get_origin(hints[name]) is tuple else set()  # one may stand alone
+        assert others == ({*expected} | of_list) - ({str} if choices else set())
         assert (TorchDtype in kinds) == (name == "dtype")
         assert (TorchDevice in kinds) == (name == "device")
         assert (BY_NAME in kinds) == (name == "lora")
@@ -92,6 +93,7 @@ class Size(IntEnum):
         ({"speculative": PurePosixPath("draft")}, {"speculative": "draft"}),
         ({"lora": {"a": Path("/x y"), Loud("b"): "z=1"}}, {"lora": ("a=/x y", "b=z=1")}),
         ({"lora": ["a=x", Loud("b=y")], "max_loras": 1}, {"lora": ("a=x", "b=y"), "max_loras": 1}),
+        ({"lora": "a=x", "image_hosts": "h"}, {"lora": ("a=x",), "image_hosts": ("h",)}),
         ({"model": Loud("m"), "dtype": Precision.HALF}, {"model": "m", "dtype": "float16"}),
         (
             {"tp": numpy.int64(2), "memory_ratio": numpy.float32(0.5), "page_size": Size.SMALL},
@@ -147,6 +149,7 @@ def test_an_option_that_is_given_twice_is_refused_by_both_names(
         ({"model": b"m"}, "model=b'm': allowed: a text"),
         ({"dtype": "bf16"}, "dtype='bf16': allowed: 'auto', 'bfloat16', 'float16' or 'float32'"),
         ({"tp": True}, "tp=True: allowed: a whole number"),
+        ({"lora": 3}, "lora=3: allowed: a list of texts"),
         ({"tp": "2"}, "tp='2': allowed: a whole number"),
         ({"disk_cache": "x"}, "disk_cache='x': it keeps what falls out of host_cache, which is"),
         ({"chat_template": "no"}, "chat_template='no': there is no such file; allowed: a file"),

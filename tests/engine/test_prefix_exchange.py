@@ -256,7 +256,7 @@ async def test_only_what_is_missing_travels_and_namespaces_stay_apart(tmp_path: 
 @pytest.mark.parametrize(
     ("other", "num_host_pages", "reason"),
     [
-        (b"fine-tune", 20, "another model, --tp, KV dtype, page size"),
+        (b"fine-tune", 20, "another model, --tp, --dp-attention, KV dtype, page size"),
         (b"model", NUM_PAGES - 1, "host memory has no room for it"),
     ],
 )

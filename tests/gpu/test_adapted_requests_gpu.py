@@ -24,7 +24,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["qwen3", "llama-biased"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-biased", "moe"])
 def test_each_request_gets_the_tokens_of_its_adapter(name: str, options: dict[str, Any]) -> None:
     """Batches over 16 run without graphs."""
     check(name, **ON_GPU | options)

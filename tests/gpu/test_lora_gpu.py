@@ -1,6 +1,8 @@
-"""The kernels of LoRA at the sizes of Llama-3.1-8B, in bfloat16, against float64."""
+"""The kernels of LoRA at sizes of Llama-3.1-8B and Qwen3-30B-A3B, in bfloat16, against float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from support import (
+    adapted_expert_cases,
+    expert_cases,
+    fp8_expert_cases,
+    int4_expert_cases,
+    mxfp4_expert_cases,
+)
+
+from minisgl.config import Activations
 from minisgl.kernels.adapters import AdapterWeights, allocate, b_of, places_of_parts
 from minisgl.kernels.linear.dense_gemm import linear
 from minisgl.kernels.linear.dense_tiles import allocate_workspace
@@ -15,6 +26,10 @@ from minisgl.kernels.linear.epilogue import Epilogue
 from minisgl.kernels.lora.expand_kernel import expand
 from minisgl.kernels.lora.shrink_kernel import shrink
 from minisgl.kernels.lora.sort_kernel import sort_rows
+from minisgl.kernels.moe.dense_experts import DenseExperts
+from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.fused_experts import fused_experts
+from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +115,69 @@ def test_products_with_adapters_match_float64(product: str, max_rank: int) -> No
             assert all(map(torch.equal, before, [y[0] for y in found]))
             before = [y[0].clone() for y in found]
         assert not room.semaphores.any()
+
+
+A3B = (128, 2048, 768)  # num_experts, hidden_size, size
+MADE: dict[str, Callable[[], ExpertsProduct]] = {
+    "dense": lambda: DenseExperts(expert_cases.random_experts(*A3B, DTYPE, GPU)),
+    "fp8, blocks": lambda: fp8_expert_cases.random_experts(
+        *A3B, ((128, 128), (128, 128)), Activations.GROUP, GPU
+    ),
+    "fp8, channels": lambda: fp8_expert_cases.random_experts(*A3B, None, Activations.TOKEN, GPU),
+    "int4": lambda: int4_expert_cases.random_experts(*A3B, (128, 128), symmetric=True, device=GPU),
+    "mxfp4": lambda: mxfp4_expert_cases.random_experts(*A3B, dtype=DTYPE, device=GPU),
+}
+
+
+@pytest.mark.parametrize(("num_rows", "as_many"), [(1, 0), (32, 0), (70, 1000), (300, 10_000)])
+@pytest.mark.parametrize("kind", MADE)
+def test_experts_with_adapters_match_float64(kind: str, num_rows: int, as_many: int) -> None:
+    adapted_expert_cases.check(
+        MADE[kind](),
+        num_rows,
+        *A3B,
+        dtype=DTYPE,
+        device=GPU,
+        tolerance=6e-2 if kind.startswith("fp8") else 2e-2,
+        pdl=True,
+        top_k=8,
+        drops=num_rows == 32,
+        as_many=as_many,
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 300])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_graph_of_adapted_experts_gives_the_bits_of_calm_launches(
+    kind: str, num_rows: int
+) -> None:
+    """Of several layers, whose launches overlap, with other adapters and experts in each replay."""
+    layers = []
+    for _ in range(3):
+        made = MADE[kind]()
+        held = made.experts if isinstance(made, DenseExperts) else made
+        layers.append((held, adapted_expert_cases.random_adapters(*A3B, DTYPE, GPU)))
+    x = torch.randn(num_rows, A3B[1], device=GPU).to(DTYPE)
+    logits = torch.randn(len(layers), num_rows, A3B[0], device=GPU).to(DTYPE)
+    adapters = torch.ones(num_rows, dtype=torch.int32, device=GPU)
+
+    def step(*, pdl: bool) -> list[Tensor]:
+        found = [x]
+        for of_layer, (held, weights) in zip(logits, layers, strict=True):
+            choice = ByRouter(of_layer, Routing(8, normalize=True))
+            y, _ = fused_experts(found[-1], choice, held, adapted=(weights, adapters), pdl=pdl)
+            found.append(y)
+        return found[1:]
+
+    step(pdl=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(pdl=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        adapters.copy_(torch.randint(0, len(adapted_expert_cases.RANKS) + 1, (num_rows,)))
+        logits.normal_()
+        graph.replay()
+        for found, wanted in zip(captured, step(pdl=False), strict=True):
+            assert found.isfinite().all() and torch.equal(found, wanted)

@@ -54,6 +54,8 @@ ELSEWHERE = {
         "test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed"
         for kind in (FULL, WINDOWED)
     },
+    ("`--dp-attention --roles`", FULL): "tests/router/test_disaggregation.py::"
+    "test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed",
     ("`--tp --disk-cache`, `--pp --disk-cache`", FULL): f"{_IN}restart.py::"
     "test_each_of_two_ranks_finds_its_part",
     **{
@@ -86,10 +88,11 @@ _THERE = {(name, kind) for names, kind in ELSEWHERE for name in names.split(", "
 
 def is_part_of_another(name: str, kind: str) -> bool:
     """The engines of --roles are those that exchange pages, and those with a disk have host memory
-    in front of it. Stages exchange what they keep in host memory, where each kind has a test."""
+    in front of it. Stages, and ranks that divide requests, exchange what they keep in host memory,
+    where each kind has a test."""
     longer = name.replace("--host-cache", "--disk-cache")
     with_disk = longer != name and longer in OPTIONS and (longer, kind) not in _THERE
-    return with_disk or name in ("`--roles`", "`--pp --roles`")
+    return with_disk or name.endswith("--roles`")
 
 
 def is_refused(name: str, kind: str) -> bool:

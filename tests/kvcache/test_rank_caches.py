@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minisgl.kvcache.lease import Lease
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.moves import Place
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.rank_caches import PREFIX_WEIGHT, RankCaches
 
@@ -191,3 +192,11 @@ def test_a_rank_without_requests_gets_the_next_one(num_ranks: int) -> None:
     # Its prefix is on a rank that has no slot.
     held = model.begin([0] * 8, b"", evicts=False)
     assert held is not None and held.lease.rank == num_ranks - 1
+
+
+@pytest.mark.parametrize("source", [Place.DISK, Place.ENGINE])
+def test_pages_that_come_to_host_memory_count_as_in_use(source: Place) -> None:
+    kv = Model(num_ranks=2, num_slots=2, page_size=4, num_pages=50).kv
+    kv.moves.begin(source, Place.HOST, range(3), lambda num_pages: None, rank=0)
+    kv.moves.begin(source, Place.DEVICE, range(5), lambda num_pages: None, rank=1)
+    assert [kv.best_for(pack_tokens([token]), 1).rank for token in range(3)] == [1, 1, 1]

@@ -153,7 +153,7 @@ def test_a_rank_keeps_its_part_alone_in_host_memory(part: str, tmp_path: Path) -
     def packed(**options: Any) -> Tensor:
         found = load(trained.base, trained.base.folder, **options)
         cpu, adapter = torch.device("cpu"), read_adapter(trained.folder)
-        pool = AdapterPool(found, 1, RANK, 1, dtype=torch.float32, device=cpu)
+        pool = AdapterPool(found, 1, RANK, 1, experts=True, dtype=torch.float32, device=cpu)
         return pool.pack(adapter).matrices
 
     own = packed(**PARTS[part])

@@ -30,7 +30,6 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from minisgl.errors import UnsupportedModelError
 from minisgl.lora.files import AdapterError, Pair, read_adapter
-from minisgl.lora.maps import maps_of
 from minisgl.lora.pool import AdapterPool
 from minisgl.models.registry import read_model_config
 
@@ -41,7 +40,9 @@ QUANTIZED_TOLERANCE = 1e-4
 class Adapted:
     """The model of an adapter, with room for two."""
 
-    def __init__(self, base: Base, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, base: Base, dtype: torch.dtype = torch.float32, *, experts: bool = True
+    ) -> None:
         impl = "adopted" if base.is_adopted else "auto"
         self.config = read_model_config(base.folder, model_impl=impl)
         self.model: Any = load_in_float32(self.config, base.folder)
@@ -52,6 +53,7 @@ class Adapted:
             num_loras=2,
             max_rank=RANK,
             num_slots=NUM_SLOTS,
+            experts=experts,
             dtype=dtype,
             device=torch.device("cpu"),
         )
@@ -192,30 +194,25 @@ def test_code_that_multiplies_itself_cannot_have_adapters(monkeypatch: pytest.Mo
         Adapted(base)
 
 
-def test_experts_cannot_have_adapters_on_a_gpu(tmp_path: Path) -> None:
+def test_experts_without_room_are_refused_and_take_none(tmp_path: Path) -> None:
     refused, taken = (train(name, tmp_path / name) for name in ("moe-stacked", "moe-router"))
-    config = read_model_config(refused.base.folder)
-    maps = maps_of(load_in_float32(config, refused.base.folder), config)
-    device = torch.device("meta")  # any but the CPU
-    pool = AdapterPool(maps, 1, RANK, NUM_SLOTS, dtype=torch.bfloat16, device=device)
-    with pytest.raises(AdapterError, match=r"experts: experts cannot have adapters on a GPU yet"):
-        pool.pack(read_adapter(refused.folder))
-    assert pool.pack(read_adapter(taken.folder)).matrices.nbytes == pool._matrices.nbytes
-
-
-def test_attention_beside_experts_in_mxfp4_is_adapted_and_these_are_refused(
-    tmp_path: Path,
-) -> None:
-    quantised(base_of("gpt-oss").folder, tmp_path / "exact", tmp_path / "mxfp4")
-    base = Base(tmp_path / "mxfp4", AutoModelForCausalLM)
-    refused, taken = (
-        train_on(base, load_reference(tmp_path / "exact"), options, tmp_path / str(number))
-        for number, options in enumerate((ALL | STACKED, ALL))
-    )
-    adapted = Adapted(base)
-    with pytest.raises(AdapterError, match=r"mlp\.experts.*, which is no map of this model"):
+    adapted = Adapted(taken.base, experts=False)
+    with pytest.raises(AdapterError, match=r"experts have no room .*; allowed: .* --lora-experts"):
         adapted.load(0, refused)
     adapted.load(0, taken)
+    assert adapted.pool._matrices.nbytes < Adapted(taken.base).pool._matrices.nbytes / 2
     tokens = [*range(3, 30)]
     found = adapted.run(tokens, 1)
     assert relative_error(found, reference_logits(taken.model, tokens)) < TOLERANCE
+
+
+def test_experts_in_mxfp4_are_adapted(tmp_path: Path) -> None:
+    quantised(base_of("gpt-oss").folder, tmp_path / "exact", tmp_path / "mxfp4")
+    base = Base(tmp_path / "mxfp4", AutoModelForCausalLM)
+    exact = load_reference(tmp_path / "exact")
+    trained = train_on(base, exact, ALL | STACKED, tmp_path / "adapter")
+    adapted = Adapted(base)
+    adapted.load(0, trained)
+    tokens = [*range(3, 30)]
+    found = adapted.run(tokens, 1)
+    assert relative_error(found, reference_logits(trained.model, tokens)) < TOLERANCE

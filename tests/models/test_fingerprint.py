@@ -196,6 +196,7 @@ def test_what_the_numbers_depend_on_is_in_the_fingerprint(tmp_path: Path) -> Non
         of(options(load_format="dummy")),
         of(options(kv_cache_dtype="fp8")),
         of(model=dataclasses.replace(model, rope=rope)),
+        of(model=model.by_request()),
         of(dataclasses.replace(options(), tp=2)),
         of(dataclasses.replace(options(), device="cuda")),
     ]

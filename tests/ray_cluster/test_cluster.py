@@ -23,14 +23,19 @@ from typing import Any
 
 import httpx
 import pytest
+from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.http_server import error_of
 from support.ports import free_port
 from support.processes import check_running
 from support.waiting import wait_until
+from transformers import PreTrainedModel
 
 from minisgl.config import EngineConfig
 from minisgl.distributed.cluster_token import VARIABLE
 from minisgl.errors import ConfigError
+from minisgl.ray.config import RayConfig
+from minisgl.router.config import RouterConfig
+from minisgl.server.config import ServerConfig
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: scripts/tools/try_ray.sh")
 deployments = importlib.import_module("minisgl.ray.deployments")
@@ -115,9 +120,17 @@ def ask(url: str, content: str, **fields: Any) -> httpx.Response:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Two engines of `minisgl serve --ray`."""
-    options = ("--replicas", "2", "--device", "cpu")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("lora") / "sql"
+    return folder, save_demo_adapter(folder, seed=0)
+
+
+@pytest.fixture(scope="module")
+def served(
+    adapter: tuple[Path, PreTrainedModel],
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Two engines of `minisgl serve --ray`, with an adapter."""
+    options = ("--replicas", "2", "--device", "cpu", "--lora", f"sql={adapter[0]}")
     command = (sys.executable, "-m", "minisgl", "serve", "--ray", *options)
     with free_port() as port, cluster(*command, "--port", str(port)) as process:
         url = f"http://127.0.0.1:{port}"
@@ -146,6 +159,30 @@ def test_answers_errors_and_ids_are_those_of_one_server(
     assert refused.headers.get_list("x-request-id") == ["mine"]
     foreign = httpx.get(f"{url}/v1/models", headers={"host": "evil.example"})
     assert foreign.status_code == 403 and error_of(foreign)["code"] == "host_not_allowed"
+
+
+def test_adapters_of_all_engines_are_models(
+    served: tuple[str, subprocess.Popen[str]], adapter: tuple[Path, PreTrainedModel]
+) -> None:
+    """What asks for them may go to either engine."""
+    url, _ = served
+    prompts = [[*range(start, start + 40)] for start in range(3, 9)]
+    for model, adapted in (("sql", adapter[1]), ("demo", None)):
+        for prompt in prompts:
+            body = {"prompt": prompt, "model": model, "max_tokens": 6, "ignore_eos": True}
+            options = {"temperature": 0, "return_token_ids": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body | options)
+            [choice] = answer.json()["choices"]
+            assert choice["token_ids"] == greedy_tokens(adapted, prompt, 6)
+    listed = {each["id"]: each["parent"] for each in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert listed == {"demo": None, "sql": "demo"}
+    assert ask(url, "Hello", model="poems").status_code == 404
+
+
+def test_adapters_are_not_loaded_later() -> None:
+    asked = EngineConfig(max_loras=1), ServerConfig(lora_root="/loras", admin_key="a")
+    with pytest.raises(ConfigError, match=r"with Ray adapters are loaded at the start; .* --lora"):
+        deployments.build(*asked, RouterConfig(), RayConfig())
 
 
 def test_a_conversation_stays_on_the_engine_that_has_its_prefix(

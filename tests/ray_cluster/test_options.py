@@ -59,7 +59,7 @@ def test_options_are_named_as_on_the_command_line_and_take_texts_or_values() -> 
         ("tp", "two", "--tp two: allowed: a whole number"),
         ("tp", "0", "--tp 0: allowed: 1 or more"),
         ("strict_fields", "perhaps", "--strict-fields perhaps: allowed: True or False"),
-        ("served_model_name", 7, "--served-model-name 7: allowed: a tuple of texts"),
+        ("served_model_name", 7, "--served-model-name 7: allowed: a list of texts"),
         ("ray_max_replicas", "0", "--ray-max-replicas 0: allowed: 1 or more"),
     ],
 )

@@ -184,7 +184,12 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "is_killed"),
-    [(STATES, "--tp", True), (WINDOWED, "--pp", False), (FULL, "--pp", False)],
+    [
+        (STATES, "--tp", True),
+        (WINDOWED, "--pp", False),
+        (FULL, "--pp", False),
+        (FULL, "--dp-attention --tp", False),
+    ],
 )
 async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
     kind: str, ranks: str, is_killed: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -195,9 +200,9 @@ async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
     every = random.Random(0)
     prompts = [[every.randrange(100, 250) for _ in range(300)] for _ in range(4)]
     wholes = [greedy_reference(model, each, 8).token_ids for each in prompts]
-    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "120", ranks, "2")
-    few = ("--max-running-requests", "4", "--max-prefill-length", "128", "--device", "cpu")
-    with demo(tmp_path, "--model", str(folder), *options, *few) as (process, url):
+    ways = (*ranks.split(), "2", "--replicas", "2", "--roles", "prefill,decode")
+    few = ("--max-running-requests", "4", "--max-prefill-length", "128", "--num-pages", "120")
+    with demo(tmp_path, "--model", str(folder), *ways, *few, "--device", "cpu") as (process, url):
         await asyncio.to_thread(wait_for_ready, process, url, 2)
         async with httpx.AsyncClient(base_url=url) as client:
             answer = await ask(client, prompts[:2])
@@ -241,7 +246,7 @@ def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str)
 
 
 @pytest.mark.parametrize("roles", ["", "prefill,decode"])
-def test_replicas_are_on_one_node_and_those_with_roles_do_not_divide_pages(roles: str) -> None:
+def test_replicas_are_on_one_node_with_any_layout(roles: str) -> None:
     def make(**options: Any) -> RouterProcess:
         router = RouterConfig(replicas=2, roles=roles)
         engine = EngineConfig(device="cpu", **options)
@@ -249,11 +254,8 @@ def test_replicas_are_on_one_node_and_those_with_roles_do_not_divide_pages(roles
 
     with pytest.raises(ConfigError, match="--nnodes 2: replicas are on one node; allowed: 1"):
         make(tp=2, nnodes=2)
-    if roles:
-        with pytest.raises(ConfigError, match=r"--dp-attention: each rank has pages of its own"):
-            make(tp=2, dp_attention=True)
-    else:
-        make(tp=2, dp_attention=True)
+    make(tp=2, dp_attention=True)
+    make(tp=2, parallel="auto")
     make(pp=2)
     make(tp=2)
 
@@ -263,9 +265,6 @@ def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_containe
 ) -> None:
     given = with_pages_shared(EngineConfig(host_cache=3.0), 2)
     assert given == EngineConfig(host_cache=3.0)
-    # Ranks that divide requests have pages of their own, which no other engine takes.
-    auto = with_pages_shared(EngineConfig(host_cache=3.0, parallel="auto"), 2)
-    assert auto == EngineConfig(host_cache=3.0, parallel="heads")
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen

@@ -93,6 +93,7 @@ def test_the_calls_of_trls_client_replace_the_weights(
     info = asked(client.get("/server_info", params={"config_format": "json"}))["vllm_config"]
     assert info["weight_transfer_config"] is not None and info["lora_config"] is None
     assert info["model_config"]["dtype"] == "torch.float32"
+    assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert info["parallel_config"]["data_parallel_size"] == 1
     world_size = asked(client.get("/get_world_size"))["world_size"] + 1
     names = sorted(tensors)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("torch", "triton", "ray", "nixl")
+PACKAGES = ("torch", "triton", "ray", "nixl", "trl")
 
 
 class Record:

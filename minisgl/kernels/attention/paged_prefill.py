@@ -192,7 +192,8 @@ def _whole_kernel(
     acc, _, total = finished(softmax, sinks, scoring.v_scale, sizes)
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    _store(tensors.out, acc / total[:, None], item, kv_head, sizes)
+    acc /= tl.where(total > 0, total, 1.0)[:, None]  # no keys are seen by a token that is padding
+    _store(tensors.out, acc, item, kv_head, sizes)
 
 
 @triton.jit(**_VARYING)

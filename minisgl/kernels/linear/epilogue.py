@@ -38,6 +38,7 @@ class Epilogue(NamedTuple):
     mailbox: Mailbox | None = None
     # Before any of these it is added to y, in float32.
     delta: Delta | None = None
+    dtype: torch.dtype | None = None  # of a new tensor without any of these; None: that of x
 
     def place(self, x: Tensor, n: int, blocks: int) -> tuple[Tensor, Tensor | None]:
         """Where a GEMM writes a result with n columns, and where the squares of a sum, for each of
@@ -47,7 +48,7 @@ class Epilogue(NamedTuple):
             assert residual.is_contiguous() and residual.shape == (m, n)
             return residual, x.new_empty((m, blocks), dtype=torch.float32)
         if mailbox is None:
-            return x.new_empty((m, n)), None
+            return x.new_empty((m, n), dtype=self.dtype), None
         out = x.new_empty((0, n))
         assert m <= mailbox.max_rows and mailbox.takes(out)
         return out, None

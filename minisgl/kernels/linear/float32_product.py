@@ -18,14 +18,14 @@ class Float32Product(Product):
     of two half-precision numbers exactly, so only the sums are rounded."""
 
     def __init__(self, product: DenseProduct) -> None:
-        self._product = product
+        self.product = product
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        return self._product.weights
+        return self.product.weights
 
     def __call__(self, x: Tensor, rows: Rows | None = None) -> Tensor:
-        weight, bias = self._product.weight, self._product.bias
+        weight, bias = self.product.weight, self.product.bias
         if not x.is_cuda:  # where torch has no product that is wider than its operands
             return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         y = torch.mm(x, weight.t(), out_dtype=torch.float32)

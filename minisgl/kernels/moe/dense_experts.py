@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, ExpertWeights
-from minisgl.kernels.rows import Rows
+from minisgl.kernels.moe.reference import Clamped, Expert, ExpertBiases, ExpertWeights, expert_of
 
 
 class DenseExperts(ExpertsProduct):
@@ -39,5 +37,5 @@ class DenseExperts(ExpertsProduct):
         named = {"gate_up_proj": self.experts.gate_up, "down_proj": self.experts.down}
         return named if self.experts.biases is None else named | self.experts.biases.named
 
-    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
-        return reference.fused_experts(x, self.experts, choice)
+    def expert(self, index: int) -> Expert:
+        return expert_of(self.experts, index)

@@ -30,11 +30,15 @@ def choose_tiles(
     top_k: int,
     dtype: torch.dtype,
     tuning: DeviceTuning,
+    *,
+    listed: bool = False,
 ) -> FewTiles | PairTiles | ManyTiles:
     """By the number of pairs that an expert has, if they spread evenly. With less shared memory
-    than on an H200 fewer tiles are in flight. dtype: of x."""
+    than on an H200 fewer tiles are in flight. dtype: of x. listed: whether pairs must be listed,
+    however few there are."""
     assert isinstance(experts, ExpertWeights | Fp8Experts | Int4Experts | Mxfp4Experts)
     gate_up, down, num_pairs = experts.gate_up, experts.down, num_rows * top_k
+    has_few = num_pairs <= tuning.few_pairs and not listed
 
     def first_of(table: Iterable[tuple[float, ManyTiles]]) -> ManyTiles:
         data = down if isinstance(down, Tensor) else down.data
@@ -42,7 +46,7 @@ def choose_tiles(
 
     found: PairTiles | ManyTiles
     if isinstance(experts, ExpertWeights):
-        if num_pairs <= tuning.few_pairs and (few := _few_tiles(experts, top_k, tuning)):
+        if has_few and (few := _few_tiles(experts, top_k, tuning)):
             return few
         found = tuning.float32_tiles
         if dtype != torch.float32:
@@ -51,7 +55,7 @@ def choose_tiles(
         found = first_of(tuning.fp8_many_tiles)
     elif isinstance(experts, Int4Experts):
         found = first_of(tuning.int4_many_tiles)
-    elif num_pairs > tuning.few_pairs:
+    elif not has_few:
         found = first_of(tuning.mxfp4_many_tiles)
     else:
         found = tuning.mxfp4_pair_tiles

@@ -8,8 +8,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from minisgl.kernels.moe.reference import Choice
+from minisgl.kernels.adapters import ExpertAdapters
+from minisgl.kernels.moe.reference import Choice, Expert, weighted_sum
 from minisgl.kernels.rows import Rows
+from minisgl.kernels.tuning import ManyTiles
+
+Adapted = tuple[ExpertAdapters, Tensor]  # the tensor: [num_rows] int32, 0 for rows without one
 
 
 class ExpertsProduct(ABC):
@@ -18,6 +22,8 @@ class ExpertsProduct(ABC):
     x: [num_rows, hidden_size]; it and the tensors of a choice are contiguous, and of the model's
     dtype.
     """
+
+    tiles: ManyTiles | None = None  # of kernels; None: they are chosen by the number of rows
 
     @property
     @abstractmethod
@@ -32,6 +38,14 @@ class ExpertsProduct(ABC):
         return self
 
     @abstractmethod
+    def expert(self, index: int) -> Expert:
+        """One of those that this product has, from 0 on."""
+        ...
+
+    def adapted(self, rows: Rows | None) -> Adapted | None:
+        """What adapters add for the rows of a step, and which row has which."""
+        return None
+
     def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
         """The sum without kernels: a new tensor like x. rows: as of Product."""
-        ...
+        return weighted_sum(x, self.expert, choice)

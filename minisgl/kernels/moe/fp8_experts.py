@@ -3,6 +3,8 @@ before each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -54,6 +56,9 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         group = weight.group if experts.activations == Activations.GROUP else None
         rows = quantize(gemm.source, group, pdl=gemm.pdl)
     tiles, num_inputs = gemm.tiles, gemm.source.shape[1]
+    if gemm.delta is not None and tiles.block_m >= 128:  # else registers are spilled
+        tiles = replace(tiles, num_warps=8)
+        gemm = gemm._replace(tiles=tiles)
     _expert_product[gemm.grid(len(weight.data))](
         rows.data,
         rows.scale,
@@ -61,6 +66,7 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         weight.scale,
         gemm.target,
         *pairs,
+        gemm.delta,
         # Where whole rows have scales, all groups have the same.
         rows.scale.stride(1) if rows.scale.dim() == 2 else 0,
         shared=len(gemm.target) // len(rows),
@@ -111,6 +117,7 @@ def _expert_product(
     lists,
     weights,
     num_rows,
+    delta,
     scale_stride,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
@@ -189,5 +196,6 @@ def _expert_product(
             if gated:
                 up_total *= tl.load(up_scale)[:, None] * by_x
         store_outputs(
-            target, weights, total, up_total, pair, inside, output, num_outputs, gated, gelu=gelu
-        )
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
+            gelu=gelu, delta=delta, expert=expert,
+        )  # fmt: skip

@@ -16,6 +16,9 @@ row and one of its experts are a *pair*. There are two ways:
   second GEMM writes the weighted output of each pair, and a last kernel adds up those of a row.
 
 A row's sum depends on the other rows only in the tiles that are chosen for their number.
+
+What adapters add is added in the GEMMs of many rows, which a step with adapted rows takes however
+few these are (pair_deltas.py).
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from functools import partial
 
 from torch import Tensor
 
+from minisgl.kernels.adapters import ExpertAdapters
 from minisgl.kernels.moe.expert_tiles import choose_tiles
-from minisgl.kernels.moe.experts_product import ExpertsProduct
+from minisgl.kernels.moe.experts_product import Adapted, ExpertsProduct
 from minisgl.kernels.moe.few_rows import few_rows_experts
 from minisgl.kernels.moe.fp8_experts import multiply_fp8
 from minisgl.kernels.moe.int4_experts import multiply_int4
@@ -36,6 +40,7 @@ from minisgl.kernels.moe.mxfp4_experts import multiply_mxfp4, multiply_pairs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights, rows_held
 from minisgl.kernels.moe.routing import choose, place_for_sum
+from minisgl.kernels.moe.shrink_pairs import shrink_pairs
 from minisgl.kernels.tuning import FewTiles, ManyTiles, PairTiles, tuning_of
 
 # (experts, gemm, choice, pairs) computes one of both products for listed pairs.
@@ -53,6 +58,7 @@ def fused_experts(
     experts: ExpertWeights | ExpertsProduct,
     residual: Tensor | None = None,
     *,
+    adapted: Adapted | None = None,
     tiles: FewTiles | PairTiles | ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +66,8 @@ def fused_experts(
 
     x and residual: [num_rows, hidden_size]; all contiguous and of one dtype. Returns a new tensor
     like x, and None; or `residual`, to which the sum was added, and the squares [num_rows, any]
-    float32 that a FusedNorm of it takes.
+    float32 that a FusedNorm of it takes. adapted: what adapters add to both products, and which
+    adapter each row has, [num_rows] int32; 0: none.
 
     Of equally likely experts the lower one comes first. A row whose probabilities are NaN still
     chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
@@ -74,9 +81,10 @@ def fused_experts(
     num_held, num_outputs, _ = next(iter(weights)).shape  # of the gates and ups
     if tiles is None:
         num_rows = rows_held(len(x), choice, num_held)
-        tiles = choose_tiles(num_rows, experts, choice.top_k, x.dtype, tuning_of(x.device))
+        tuning, listed = tuning_of(x.device), adapted is not None
+        tiles = choose_tiles(num_rows, experts, choice.top_k, x.dtype, tuning, listed=listed)
     if isinstance(tiles, FewTiles):
-        assert isinstance(experts, ExpertWeights)
+        assert isinstance(experts, ExpertWeights) and adapted is None
         return few_rows_experts(x, choice, experts, residual, tiles, pdl)
     multiply: Callable[[PairGemm], None]
     if isinstance(tiles, PairTiles):
@@ -89,9 +97,22 @@ def fused_experts(
         chosen, pair_weights, _ = choice
         pairs = Listed(*list_pairs(chosen, num_held, pdl=pdl), pair_weights, len(chosen))
         multiply = partial(_MULTIPLY[type(experts)], experts, choice, pairs)
+        if adapted is not None:
+            multiply = partial(_multiply_adapted, multiply, pairs, *adapted)
     num_pairs = len(x) * choice.top_k
     inner = x.new_empty((num_pairs, num_outputs // 2))
     outputs = x.new_empty((num_pairs, x.shape[1]))
     multiply(PairGemm(x, inner, tiles.inner, True, pdl))
     multiply(PairGemm(inner, outputs, tiles.outer, False, pdl))
     return add_outputs(outputs, x, residual, choice, pdl=pdl)
+
+
+def _multiply_adapted(
+    multiply: Callable[[PairGemm], None],
+    pairs: Listed,
+    weights: ExpertAdapters,
+    adapters: Tensor,
+    gemm: PairGemm,
+) -> None:
+    of_product = weights.gate_up if gemm.gated else weights.down
+    multiply(gemm._replace(delta=shrink_pairs(gemm, pairs, of_product, adapters)))

@@ -24,6 +24,7 @@ def multiply_int4(experts: Int4Experts, choice: Chosen, pairs: Listed, gemm: Pai
         weight.zero,
         gemm.target,
         *pairs,
+        gemm.delta,
         shared=gemm.shared,
         places=gemm.tiles.places,
         gelu=gemm.gated and experts.gelu,
@@ -44,6 +45,7 @@ def _expert_product(
     lists,
     weights,
     num_rows,
+    delta,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
@@ -102,8 +104,9 @@ def _expert_product(
                     w, x, scales, zeros, here + num_outputs, all_outputs, block_k // group
                 )
         store_outputs(
-            target, weights, total, up_total, pair, inside, output, num_outputs, gated, gelu=gelu
-        )
+            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
+            gelu=gelu, delta=delta, expert=expert,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
+from minisgl.kernels.moe.pair_deltas import with_deltas
 from minisgl.kernels.moe.reference import Choice, Chosen, ExpertWeights
 from minisgl.kernels.moe.routing import activated, clamp_options, multiply, place_for_sum
 from minisgl.kernels.tuning import ExpertTiles
@@ -27,6 +28,7 @@ class PairGemm(NamedTuple):
     tiles: ExpertTiles
     gated: bool
     pdl: bool
+    delta: tuple[Any, ...] | None = None  # what adapters add, as from shrink_pairs
 
     @property
     def shared(self) -> int:
@@ -73,6 +75,7 @@ def multiply_dense(experts: ExpertWeights, choice: Chosen, pairs: Listed, gemm: 
         up_bias if gemm.gated else down_bias,
         gemm.target,
         *pairs,
+        gemm.delta,
         top_k=choice.top_k,
         places=gemm.tiles.places,
         exact=gemm.source.dtype == torch.float32,
@@ -154,6 +157,7 @@ def _expert_product(
     lists,
     weights,
     num_rows,
+    delta,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     top_k: tl.constexpr,
@@ -195,7 +199,7 @@ def _expert_product(
         )  # fmt: skip
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha, gelu,
+            bias, limit, alpha, gelu, delta, expert,
         )  # fmt: skip
 
 
@@ -214,9 +218,15 @@ def store_outputs(
     limit: tl.constexpr = None,
     alpha: tl.constexpr = None,
     gelu: tl.constexpr = False,
+    delta=None,
+    expert=None,
 ):
     """Writes columns `output` of the pairs that are `inside`, as `finished` makes them. total,
-    up_total: [outputs, pairs] float32."""
+    up_total: [outputs, pairs] float32, to which a delta of the expert is added."""
+    if delta is not None:
+        total, up_total = with_deltas(
+            delta, expert, pair, inside, output, total, up_total, num_outputs, gated
+        )
     pair_weight = total  # a placeholder unless it is used
     if not gated:
         pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels.linear.quantized import CHUNK
-from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.quantized_experts import QuantizedExperts
-from minisgl.kernels.moe.reference import Choice, Clamped, ExpertBiases, activated
-from minisgl.kernels.rows import Rows
+from minisgl.kernels.moe.reference import Clamped, Expert, ExpertBiases, activated
 
 BLOCK = 32  # columns that share a power of two
 EXPONENT_BIAS = 127
@@ -152,17 +151,15 @@ class Mxfp4Experts(QuantizedExperts):
     def weights(self) -> Mapping[str, Tensor]:
         return {**super().weights, **({} if self.biases is None else self.biases.named)}
 
-    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
+    def expert(self, index: int) -> Expert:
+        def product(weights: Mxfp4Weights, bias: Tensor | None, x: Tensor) -> Tensor:
+            matrix = weights.expert(index).dequantized().to(x.dtype).float()
+            added = None if bias is None else bias[index].float()
+            return F.linear(x.float(), matrix, added).to(x.dtype)
+
         up_bias, down_bias = self.biases or (None, None)
-
-        def output(expert: int, rows: Tensor) -> Tensor:
-            gate_up = _product(rows, self.gate_up, up_bias, expert)
-            return _product(activated(gate_up, self.clamped), self.down, down_bias, expert)
-
-        return reference.weighted_sum(x, output, choice)
-
-
-def _product(x: Tensor, weights: Mxfp4Weights, bias: Tensor | None, expert: int) -> Tensor:
-    matrix = weights.expert(expert).dequantized().to(x.dtype).float()
-    added = None if bias is None else bias[expert].float()
-    return F.linear(x.float(), matrix, added).to(x.dtype)
+        return Expert(
+            partial(product, self.gate_up, up_bias),
+            partial(activated, clamped=self.clamped),
+            partial(product, self.down, down_bias),
+        )

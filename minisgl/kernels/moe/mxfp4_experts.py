@@ -33,6 +33,7 @@ def multiply_mxfp4(experts: Mxfp4Experts, choice: Chosen, pairs: Listed, gemm: P
         *_matrices(experts, gemm),
         gemm.target,
         *pairs,
+        gemm.delta,
         places=gemm.tiles.places,
         **_numbers_of(experts, gemm),
     )
@@ -95,6 +96,7 @@ def _expert_product(
     lists,
     weights,
     num_rows,
+    delta,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
@@ -132,7 +134,7 @@ def _expert_product(
         )  # fmt: skip
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha,
+            bias, limit, alpha, delta=delta, expert=expert,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,10 +20,8 @@ from minisgl.kernels.linear.quantized import (
     Int4Weights,
     QuantizedProduct,
 )
-from minisgl.kernels.moe import reference
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import Choice
-from minisgl.kernels.rows import Rows
+from minisgl.kernels.moe.reference import Expert
 
 
 class InputScales(NamedTuple):
@@ -62,12 +61,9 @@ class ExpertsOfProducts(QuantizedExperts):
         [num_rows, hidden_size]."""
         ...
 
-    def reference(self, x: Tensor, choice: Choice, rows: Rows | None = None) -> Tensor:
-        def output(expert: int, rows: Tensor) -> Tensor:
-            gate_up, down = self.products(expert)
-            return down(gated_mul(gate_up(rows), self.gelu))
-
-        return reference.weighted_sum(x, output, choice)
+    def expert(self, index: int) -> Expert:
+        gate_up, down = self.products(index)
+        return Expert(gate_up, partial(gated_mul, gelu=self.gelu), down)
 
 
 class Fp8Experts(ExpertsOfProducts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,29 @@ class ExpertWeights(NamedTuple):
         return self.gate_up, self.down, *(self.biases or ())
 
 
+class Expert(NamedTuple):
+    """The maps of one expert in plain torch; their parts, so that something may be added between
+    them."""
+
+    gate_up: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] → [num_rows, 2 · size]
+    activated: Callable[[Tensor], Tensor]  # to [num_rows, size]
+    down: Callable[[Tensor], Tensor]  # to [num_rows, hidden_size]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activated(self.gate_up(x)))
+
+
+def expert_of(experts: ExpertWeights, index: int) -> Expert:
+    up_bias, down_bias = (
+        (None, None) if experts.biases is None else (b[index] for b in experts.biases)
+    )
+    return Expert(
+        lambda x: F.linear(x, experts.gate_up[index], up_bias),
+        lambda gate_up: activated(gate_up, experts.clamped, experts.gelu),
+        lambda inner: F.linear(inner, experts.down[index], down_bias),
+    )
+
+
 def activated(gate_up: Tensor, clamped: Clamped | None, gelu: bool = False) -> Tensor:
     """What the second product of an expert multiplies. gate_up: [num_rows, 2 · size], the gates
     first; of the clamped kind only the result is rounded."""
@@ -155,25 +179,16 @@ def fused_experts(x: Tensor, experts: ExpertWeights, choice: Choice) -> Tensor:
 
     x: [num_rows, hidden_size]. Returns a new tensor like x.
     """
-    biases = experts.biases
-
-    def output(expert: int, rows: Tensor) -> Tensor:
-        up_bias, down_bias = (None, None) if biases is None else (bias[expert] for bias in biases)
-        gate_up = F.linear(rows, experts.gate_up[expert], up_bias)
-        return F.linear(
-            activated(gate_up, experts.clamped, experts.gelu), experts.down[expert], down_bias
-        )
-
-    return weighted_sum(x, output, choice)
+    return weighted_sum(x, partial(expert_of, experts), choice)
 
 
-def weighted_sum(x: Tensor, output: Callable[[int, Tensor], Tensor], choice: Choice) -> Tensor:
-    """The weighted sum over each row's chosen experts. output(e, rows of x) is what e makes of
-    these rows; it is rounded, and so is its weighted output; these are added in float32."""
+def weighted_sum(x: Tensor, expert: Callable[[int], Expert], choice: Choice) -> Tensor:
+    """The weighted sum over each row's chosen experts. Their results are rounded, and so are these
+    times their weights, which are added in float32."""
     chosen, weights, _ = choose(choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen[chosen != ELSEWHERE].unique().tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        weighted = output(expert, x[rows]) * weights[rows, places, None]
+    for number in chosen[chosen != ELSEWHERE].unique().tolist():
+        rows, places = (chosen == number).nonzero(as_tuple=True)
+        weighted = expert(number)(x[rows]) * weights[rows, places, None]
         out.index_add_(0, rows, weighted.float())
     return out.to(x.dtype)

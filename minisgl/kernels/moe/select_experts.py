@@ -40,7 +40,7 @@ def weighted_sum(
     """The sum that ExpertsProduct describes: a new tensor like x."""
     if not runs_triton(x.device):
         return experts.reference(x, choice, rows)
-    return _fused(experts, x, choice)[0]
+    return _fused(experts, x, choice, rows)[0]
 
 
 def add_weighted_sum(
@@ -49,17 +49,23 @@ def add_weighted_sum(
     """The stream with weighted_sum(...) added. May overwrite it: it is like x."""
     if not runs_triton(x.device):
         return Residual(stream, delta=experts.reference(x, choice, rows))
-    stream, squares = _fused(experts, x, choice, stream)
+    stream, squares = _fused(experts, x, choice, rows, stream)
     return Residual(stream, squares=squares)
 
 
 def _fused(
-    experts: ExpertsProduct, x: Tensor, choice: Choice, residual: Tensor | None = None
+    experts: ExpertsProduct,
+    x: Tensor,
+    choice: Choice,
+    rows: Rows | None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     from minisgl.kernels.moe.fused_experts import fused_experts
 
-    held = experts.experts if isinstance(experts, DenseExperts) else experts
-    return fused_experts(x, choice, held, residual)
+    plain = experts.plain
+    held = plain.experts if isinstance(plain, DenseExperts) else plain
+    adapted = experts.adapted(rows)
+    return fused_experts(x, choice, held, residual, adapted=adapted, tiles=plain.tiles)
 
 
 def joins_shared(num_rows: int, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -101,6 +102,7 @@ def load_adapters(
         num_loras=config.max_loras,
         max_rank=config.max_lora_rank,
         num_slots=config.max_running_requests,
+        experts=config.lora_experts or any(map(_has_experts, config.adapters)),
         dtype=getattr(torch, config.dtype),
         device=lanes.device,
     )
@@ -112,3 +114,10 @@ def load_adapters(
             raise CheckpointError(f"--lora {name}: {error}") from error
     pool.pin(config.max_loras - len(config.adapters))
     return adapters
+
+
+def _has_experts(adapter: tuple[str, str]) -> bool:
+    """Whether one of the options adapts experts; what is wrong with it is told when it is read."""
+    with suppress(AdapterError):
+        return read_adapter(Path(adapter[1])).has_experts
+    return False

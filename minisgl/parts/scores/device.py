@@ -18,18 +18,24 @@ from minisgl.request import TokenLogprobs
 MAX_SCORED_BYTES = 256 << 20
 
 
+def rows_scored(vocab_size: int) -> int:
+    """The number of prompt rows that are scored together."""
+    return max(1, MAX_SCORED_BYTES // (4 * vocab_size))
+
+
 class ScoreStep(StepPart):
     def __init__(
         self,
         lanes: Lanes,
         whole_logits: Callable[[Tensor], Tensor],
-        vocab_size: int,
+        num_rows: int,
         plan: ScorePlan,
     ) -> None:
-        """whole_logits: of rows of hidden states, over the whole vocabulary."""
+        """whole_logits: of rows of hidden states, over the whole vocabulary. num_rows: that are
+        scored together."""
         self._lanes = lanes
         self._whole_logits = whole_logits
-        self._block = max(1, MAX_SCORED_BYTES // (4 * vocab_size))
+        self._block = num_rows
         self._chunks = plan.chunks
         # The four tensors of TokenScores of each block, chunk by chunk.
         self._copy: HostCopy | None = None

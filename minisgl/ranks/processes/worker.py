@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
 
-from minisgl.distributed.addresses import GroupAddress
 from minisgl.distributed.group import join_group
 from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
@@ -28,7 +28,7 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, in_one_line, without_words
 from minisgl.kvcache.moves import Move
 from minisgl.matcher import MaskRows
-from minisgl.models.refilling import TensorInfo, WeightTaker
+from minisgl.models.refilling import WeightTaker
 from minisgl.parts.copies.host import CopyPlan
 from minisgl.parts.images.host import encoded_in
 from minisgl.parts.masks.host import MaskPlan
@@ -214,31 +214,22 @@ def _read_adapter(runner: ModelRunner, number: int, folder: str, root: str | Non
     return runner.adapters.read(number, folder, root).digest
 
 
-def _weights(runner: ModelRunner) -> WeightTaker:
+def _of_weights(method: str, runner: ModelRunner, *arguments: object) -> object:
+    """What a WeightTaker does; the arguments come back to the types that it declares."""
     assert runner.weights is not None, "they were loaded"
-    return runner.weights
+    kinds = get_type_hints(getattr(WeightTaker, method)).values()
+    return getattr(runner.weights, method)(*map(msgspec.convert, arguments, kinds))
 
 
+_METHODS = (
+    *("begin", "take_files", "end", "read", "sleep", "wake", "capture"),
+    *("join", "take_group", "leave"),
+)
 # What rank 0 can have called on all ranks. Each may run beside the plans.
 CALLS: Mapping[str, Callable[..., object]] = {
     "listen": ModelRunner.listen,
     "read_adapter": _read_adapter,
-    "begin_weights": lambda runner, infos, partial: _weights(runner).begin(
-        msgspec.convert(infos, list[TensorInfo]), partial
-    ),
-    "take_weights": lambda runner, files: _weights(runner).take_files(files),
-    "join_group": lambda runner, address: _weights(runner).join(
-        msgspec.convert(address, GroupAddress)
-    ),
-    "leave_group": lambda runner, name: _weights(runner).leave(name),
-    "receive_weights": lambda runner, name, infos, packed: _weights(runner).take_group(
-        name, msgspec.convert(infos, list[TensorInfo]), packed
-    ),
-    "end_weights": lambda runner: _weights(runner).end(),
-    "sleep": lambda runner, drops_weights: _weights(runner).sleep(drops_weights),
-    "wake": lambda runner, tags: _weights(runner).wake(tags),
-    "capture": lambda runner: _weights(runner).capture(),
-    "read_weights": lambda runner, name, num_rows: _weights(runner).read(name, num_rows),
+    **{method: partial(_of_weights, method) for method in _METHODS},
 }
 
 

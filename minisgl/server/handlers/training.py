@@ -19,7 +19,8 @@ from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from minisgl.engine import AsyncEngine
     from minisgl.models.refilling import TensorInfo
 
 # What becomes of requests that have begun, by the words of SGLang and vLLM.
@@ -31,6 +32,7 @@ _MODES = {
     "abort": "abort",
 }
 _GROUP = "weight_update_group"
+JOIN = "Join a group in which a trainer sends weights."
 A = TypeVar("A")
 
 
@@ -70,7 +72,7 @@ class LeaveGroup(Struct, kw_only=True):
     """The name of the group. Example: `"policy"`"""
 
 
-class JoinGroup(LeaveGroup, kw_only=True):
+class Place(Struct, kw_only=True):
     master_address: str
     """Where the group meets. Example: `"127.0.0.1"`"""
     master_port: int
@@ -79,6 +81,11 @@ class JoinGroup(LeaveGroup, kw_only=True):
     """The rank of the engine's first rank. Example: `1`"""
     world_size: int
     """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+
+
+class JoinGroup(Place, kw_only=True):
+    group_name: str = _GROUP
+    """The name of the group. Example: `"policy"`"""
     backend: str = "nccl"
     """nccl, or gloo on CPUs. Example: `"gloo"`"""
 
@@ -162,8 +169,14 @@ async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Re
 
 
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
-    await asked.engine.weights.join_group(GroupAddress(**structs.asdict(asked.body)))
-    return json_response(Done(f"The group {asked.body.group_name} was joined."))
+    return await joined(asked.engine, asked.body)
+
+
+async def joined(engine: AsyncEngine, place: Place, **others: Any) -> Response:
+    """others: what of the group's address the place does not say."""
+    address = GroupAddress(**structs.asdict(place) | others)
+    await engine.weights.join_group(address)
+    return json_response(Done(f"The group {address.group_name} was joined."))
 
 
 async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
@@ -224,29 +237,16 @@ admins = partial(Endpoint, answer=Done, is_for_admin=True)
 ENDPOINTS = (
     admins(
         "/update_weights_from_disk",
-        "Replace the weights by those of a folder.",
+        "Take the weights of a folder.",
         told(update_from_disk),
         UpdateFromDisk,
-        example={"model_path": "/models/step-10"},
     ),
-    admins(
-        "/init_weights_update_group",
-        "Join a group in which a trainer sends weights.",
-        told(join_group),
-        JoinGroup,
-        example={
-            "master_address": "127.0.0.1",
-            "master_port": 29500,
-            "rank_offset": 1,
-            "world_size": 2,
-        },
-    ),
+    admins("/init_weights_update_group", JOIN, told(join_group), JoinGroup),
     admins(
         "/update_weights_from_distributed",
         "Replace weights by those that the trainer of a group sends now.",
         told(update_from_group),
         UpdateFromGroup,
-        example={"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[1024]]},
     ),
     admins(
         "/get_weights_by_name",
@@ -254,7 +254,6 @@ ENDPOINTS = (
         told(read_weight),
         ReadWeight,
         answer=None,
-        example={"name": "model.norm.weight", "truncate_size": 10},
     ),
     admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
     admins("/pause", "Compute nothing, and let requests wait.", pause),
@@ -263,7 +262,7 @@ ENDPOINTS = (
     admins("/continue_generation", "The same as /resume.", resume),
     admins("/reset_prefix_cache", "Let no later request match what is cached.", reset_cache),
     admins("/sleep", "Give the memory of weights and KV cache back.", told(sleep)),
-    admins("/wake_up", "Take it again.", wake_up),
+    admins("/wake_up", "Take it again.", told(wake_up)),
     admins("/is_sleeping", "Whether it is.", is_sleeping, answer=Sleeping, method="GET"),
     admins("/get_world_size", "The number of ranks.", world_size, answer=WorldSize, method="GET"),
 )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import InvalidRequestError
-from minisgl.server.handlers.training import Done, admins, infos_of, told, updated
+from minisgl.server.handlers.training import (
+    JOIN,
+    Done,
+    Place,
+    admins,
+    infos_of,
+    joined,
+    told,
+    updated,
+)
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
 _GROUP = "weight_transfer"
 
 
-class Place(Struct, kw_only=True):
-    master_address: str
-    """Where the group meets. Example: `"127.0.0.1"`"""
-    master_port: int
-    """Its port. Example: `51216`"""
-    rank_offset: int
-    """The rank of the engine's first rank. Example: `1`"""
-    world_size: int
-    """The ranks of the group, with the trainer, which is rank 0. Example: `2`"""
+class TransferPlace(Place, kw_only=True):
     packed: bool = False
     """Whether tensors come as the bytes of several, some GiB at a time. Example: `true`"""
     backend: str | None = None
@@ -31,7 +33,7 @@ class Place(Struct, kw_only=True):
 
 
 class InitTransfer(Struct, kw_only=True):
-    init_info: Place
+    init_info: TransferPlace
     """The group in which the trainer sends weights."""
 
 
@@ -51,54 +53,31 @@ class UpdateWeights(Struct, kw_only=True):
     """What comes."""
 
 
-class TransferConfig(Struct):
-    backend: str
-
-
-class ModelConfig(Struct):
-    model: str
-    dtype: str
-    max_model_len: int
-
-
-class LoraConfig(Struct):
-    max_loras: int
-    max_lora_rank: int
-
-
-class ParallelConfig(Struct):
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    data_parallel_size: int = 1
-
-
-class Config(Struct):
-    weight_transfer_config: TransferConfig
-    model_config: ModelConfig
-    lora_config: LoraConfig | None
-    parallel_config: ParallelConfig
-
-
 class ServerInfo(Struct):
-    vllm_config: Config
+    vllm_config: dict[str, dict[str, Any] | None]
 
 
 async def server_info(service: Service, request: Request) -> Response:
     """What clients read of vLLM's options, by the names of those."""
-    config = service.state.engine().config
-    lora = None
-    if service.state.config.lora_root:
-        lora = LoraConfig(config.max_loras, config.max_lora_rank)
+    config, has_adapters = service.state.engine().config, service.state.config.lora_root
+    adapters = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
     return json_response(
         ServerInfo(
-            Config(
-                TransferConfig(backend_of(config.device)),
-                ModelConfig(
-                    service.state.model_names()[0], f"torch.{config.dtype}", config.max_seq_len
-                ),
-                lora,
-                ParallelConfig(config.tp, config.pp),
-            )
+            {
+                "weight_transfer_config": {"backend": backend_of(config.device)},
+                "model_config": {
+                    "model": service.state.model_names()[0],
+                    "dtype": f"torch.{config.dtype}",
+                    "max_model_len": config.max_seq_len,
+                    "logprobs_mode": config.logprobs_mode,
+                },
+                "lora_config": adapters if has_adapters else None,
+                "parallel_config": {
+                    "tensor_parallel_size": config.tp,
+                    "pipeline_parallel_size": config.pp,
+                    "data_parallel_size": 1,
+                },
+            }
         )
     )
 
@@ -118,17 +97,7 @@ async def init_transfer(service: Service, asked: Asked[InitTransfer]) -> Respons
                 "pickles and is not supported; allowed: nccl or gloo, of a group of "
                 "torch.distributed.",
             )
-    address = GroupAddress(
-        place.master_address,
-        place.master_port,
-        place.rank_offset,
-        place.world_size,
-        _GROUP,
-        backend,
-        place.packed,
-    )
-    await asked.engine.weights.join_group(address)
-    return json_response(Done("The group of the trainer was joined."))
+    return await joined(asked.engine, place, group_name=_GROUP, backend=backend)
 
 
 async def start_update(service: Service, request: Request) -> Response:
@@ -147,8 +116,6 @@ async def finish_update(service: Service, request: Request) -> Response:
     return json_response(Done("Requests are computed with the weights that have come."))
 
 
-_PLACE = {"master_address": "127.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2}
-_COMING = {"names": ["model.norm.weight"], "dtype_names": ["bfloat16"], "shapes": [[1024]]}
 ENDPOINTS = (
     admins(
         "/server_info",
@@ -157,20 +124,13 @@ ENDPOINTS = (
         answer=ServerInfo,
         method="GET",
     ),
-    admins(
-        "/init_weight_transfer_engine",
-        "Join a group in which a trainer sends weights.",
-        told(init_transfer),
-        InitTransfer,
-        example={"init_info": _PLACE},
-    ),
+    admins("/init_weight_transfer_engine", JOIN, told(init_transfer), InitTransfer),
     admins("/start_weight_update", "Let requests wait for weights.", start_update),
     admins(
         "/update_weights",
         "Replace weights by those that the trainer sends now.",
         told(update_weights),
         UpdateWeights,
-        example={"update_info": _COMING},
     ),
     admins("/finish_weight_update", "Go on with the weights that have come.", finish_update),
 )

@@ -67,11 +67,6 @@ def _header_size(num_pages: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _num_pages(header: bytes) -> int:
-    num_pages: int = _HEAD.unpack_from(header)[1]
-    return num_pages
-
-
 def _write_all(descriptor: int, part: memoryview) -> None:
     while part:
         part = part[os.write(descriptor, part) :]
@@ -303,7 +298,7 @@ class PageFiles:
         except OSError as error:
             self._complain("read", error)
             return
-        if header is None or size != len(header) + _num_pages(header) * self.page_bytes:
+        if header is None or size != len(header) + _HEAD.unpack_from(header)[1] * self.page_bytes:
             self._remove_damaged(name)
             return
         with self._lock:

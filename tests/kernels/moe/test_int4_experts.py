@@ -51,7 +51,7 @@ def test_the_kernels_are_selected_where_they_run(
 ) -> None:
     """Alone, and added to the stream."""
     monkeypatch.setattr(select_experts, "runs_triton", lambda device: on_gpu)
-    monkeypatch.setattr(select_experts, "_fused", lambda experts, x, choice, rows=None: (x, rows))
+    monkeypatch.setattr(select_experts, "_fused", lambda experts, x, choice, rows, to=None: (x, to))
     experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
     x, logits = torch.randn(2, 64, device=DEVICE), torch.randn(2, 4, device=DEVICE)
     choice = ByRouter(logits, Routing(2, normalize=True))
