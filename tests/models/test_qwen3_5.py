@@ -128,11 +128,7 @@ DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 
 
 @pytest.mark.parametrize("architecture", [NEXT, WITH_TOWER[1]])
-@pytest.mark.parametrize(
-    "split",
-    [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": True}, {"tp": 2, "pp": 2, "ep": True}, DP],
-    ids=str,
-)
+@pytest.mark.parametrize("split", [{"tp": 2}, {"tp": 2, "pp": 2, "ep": True}, DP], ids=str)
 def test_ranks_divide_heads_or_requests_and_stages_layers(
     architecture: str, split: dict[str, Any]
 ) -> None:
