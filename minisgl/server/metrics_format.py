@@ -32,10 +32,10 @@ OPEN_METRICS = Format(
 
 
 def format_for(accept: str) -> Format:
-    """The format for a client that sends this Accept header: OpenMetrics if it names version 1.0.0
-    or none, unless it likes the other one better."""
-    # prometheus_client can choose, too, but ignores what clients prefer, and fails for a version
-    # that is no number.
+    """The format for a client that sends this Accept header: OpenMetrics if the header names it,
+    with version 1.0.0 or without one, and does not prefer the other format."""
+    # prometheus_client has a function for this, which ignores preferences and fails for a version
+    # that is not a number.
     qualities: dict[str, float] = {}
     for accepted in accept.lower().split(","):
         kind, *parameters = (part.strip() for part in accepted.split(";"))
@@ -47,7 +47,7 @@ def format_for(accept: str) -> Format:
 
 
 def _quality(text: str) -> float:
-    """How much a client likes a format, 0 to 1; 0 for what is no such number."""
+    """The weight of a format in an Accept header, 0 to 1; 0 if the text is no such number."""
     try:
         value = float(text)
     except ValueError:
