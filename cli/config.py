@@ -39,7 +39,7 @@ def config(
         for spec in fields(each):
             line = _line(spec, getattr(each, spec.name), source_of(context, spec))
             groups.setdefault(spec.metadata["group"], []).append(line)
-    print("# Options of minisgl serve. A comment has the default.")
+    print("# Options of minisgl serve. Those in comments have their defaults.")
     for heading, lines in groups.items():
         print("", f"# {heading}", *lines, sep="\n")
     return 0

@@ -28,7 +28,7 @@ ConfigFile = Annotated[
     typer.Option(
         OPTION,
         metavar="<file>",
-        help="TOML file with options, after the command line and the environment.",
+        help="TOML file with options; the command line and the environment come first.",
         show_default=False,
     ),
 ]

@@ -144,7 +144,9 @@ def test_keys_may_be_in_a_file_and_are_never_printed(
 
 
 def test_the_command_line_comes_before_the_environment_and_that_before_the_file(path: Path) -> None:
-    path.write_text("page-size = 1\nnum_pages = 2\nmax-loras = 3\ndp-attention = true\ntp = 2\n")
+    path.write_text(
+        "page-size = 1\nnum_pages = 2\nmax-loras = 3\ndp-attention = true\nhost-cache = 3"
+    )
     text = printed(
         *("--config", str(path), "--page-size", "16"),
         MINISGL_SERVE_PAGE_SIZE="4",
@@ -154,7 +156,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     assert "page-size = 16  # command line\n" in text
     assert "num-pages = 5  # environment\n" in text
     assert "dp-attention = false  # environment\n" in text
-    assert "max-loras = 3  # file\n" in text
+    assert "max-loras = 3  # file\n" in text and "host-cache = 3  # file\n" in text
     assert '# dtype = "auto"\n' in text
 
 
