@@ -119,6 +119,9 @@ def test_serve_takes_what_config_printed(path: Path, served: list[tuple[Any, ...
 def test_keys_may_be_in_a_file_and_are_never_printed(
     path: Path, served: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    path.write_text("tp = 2")
+    path.chmod(0o644)
+    printed("--config", str(path))  # without keys, everybody may read it
     path.write_text('api-key = ["hush-1", "hush-2"]\nadmin_key = "hush-3"')
     path.chmod(0o600)
     everything = [
