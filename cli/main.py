@@ -20,6 +20,7 @@ from .batch import batch
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
 from .chat.text_format import did_you_mean
+from .config import config
 from .models import models
 from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .verify import verify
@@ -63,6 +64,9 @@ def _unknown(said: str, names: Sequence[str]) -> str:
     return f"There is no command {said}. {hint}{one_of(names).capitalize()}"
 
 
+# Options of a server are read from variables, too: --page-size from MINISGL_SERVE_PAGE_SIZE.
+OF_ENVIRONMENT = {"auto_envvar_prefix": "MINISGL_SERVE"}
+
 app = typer.Typer(
     cls=Commands,
     name="minisgl",
@@ -70,11 +74,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command()(serve)
+app.command(context_settings=OF_ENVIRONMENT)(serve)
 app.command()(chat)
 app.command()(batch)
 app.command()(bench)
 app.command()(verify)
+app.command(context_settings=OF_ENVIRONMENT)(config)
 app.command()(version)
 app.command()(models)
 app.command(REPLICA, hidden=True)(replica_process)

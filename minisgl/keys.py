@@ -83,6 +83,11 @@ def read_secret(option: str, path: str, *, holds: str, max_bytes: int) -> str:
         raise ConfigError(option, path, f"not UTF-8; {allowed}") from None
     except ValueError:  # a path with a null character
         raise ConfigError(option, repr(path), f"not a path; {allowed}") from None
+    warn_if_open(mode, path, holds=holds)
+    return text
+
+
+def warn_if_open(mode: int, path: str, *, holds: str) -> None:
+    """Warn if everybody can read a file with this mode. holds: what is in it."""
     if mode & stat.S_IROTH:
         logger.warning("Everybody on this machine can read %s in %s", holds, path)
-    return text

@@ -42,6 +42,7 @@ from minisgl.server.requests.request_types import (
 )
 from minisgl_cli.batch import BatchConfig
 from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.options import ConfigFile
 
 README = (ROOT / "README.md").read_text()
 SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
@@ -114,6 +115,11 @@ def test_the_option_tables_list_every_option_with_default_and_help(
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     expected = [row(spec) for spec in fields(config)]
     assert rows == expected, "The table should be:\n" + "\n".join(expected)
+
+
+def test_the_option_of_the_config_file_is_documented_as_its_help_says() -> None:
+    (of_file,) = ConfigFile.__metadata__
+    assert f"\n| `--config` |  | {of_file.help} |\n" in (ROOT / CLI).read_text()
 
 
 def test_the_server_reference_lists_every_request_field() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from minisgl.client.address import check_address
 from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
-from minisgl.keys import FILE_OPTION, check_key, keys_of_environment, keys_of_file
+from minisgl.keys import FILE_OPTION, VARIABLE, check_key, keys_of_environment, keys_of_file
 
 remote_option = partial(option, group="Another server")
 
@@ -23,7 +23,10 @@ class RemoteConfig:
         "of its own; in a chat or a benchmark --model then names one of its models.",
     )
     api_key: str = remote_option(
-        "", "Key for the server at --url; MINISGL_API_KEY if not given.", secret=True
+        "",
+        "Key for the server at --url; MINISGL_API_KEY if not given.",
+        secret=True,
+        variable=VARIABLE,
     )
     api_key_file: str = remote_option("", "File with that key.")
     request_timeout: float = remote_option(

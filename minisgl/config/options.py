@@ -29,12 +29,14 @@ def option(
     group: str = "Engine",
     secret: bool = False,
     choices: tuple[str, ...] = (),
+    variable: str = "",
 ) -> Any:
     """Declare a dataclass field as a command-line option.
 
     names: its spellings, by default derived from the field (`page_size` → `--page-size`); messages
     use the first. group: heading in --help. secret: messages do not show the value. choices: the
-    only values, if there are few; the shell completes them.
+    only values, if there are few; the shell completes them. variable: of the environment, which
+    gives the value if the command line does not.
     """
     metadata = {
         "help": help,
@@ -42,6 +44,7 @@ def option(
         "group": group,
         "secret": secret,
         "choices": choices,
+        "variable": variable,
     }
     return field(default=default, repr=not secret, metadata=metadata)
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 from minisgl.config import EngineConfig, with_torchrun
 from minisgl.errors import CallerError, ConfigError, MinisglError
 from minisgl.keys import keys_of_environment, keys_of_file
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import ADMIN_VARIABLE, ServerConfig
 
 logger = logging.getLogger(__name__)
-
-ADMIN_VARIABLE = "MINISGL_ADMIN_KEY"
 
 
 def run(engine: EngineConfig, server: ServerConfig) -> int:

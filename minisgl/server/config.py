@@ -15,6 +15,7 @@ from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 server_option = partial(option, group="Server")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 BOTH = "both"
+ADMIN_VARIABLE = "MINISGL_ADMIN_KEY"
 IMAGES = ("see", "refuse", "placeholder")
 # A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
@@ -62,6 +63,7 @@ class ServerConfig:
         "Key of who may load adapters and replace weights; where requests need a key, it is one, "
         "too. Also read from MINISGL_ADMIN_KEY.",
         secret=True,
+        variable=ADMIN_VARIABLE,
     )
     trainer: bool = server_option(
         False,

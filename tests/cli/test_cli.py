@@ -91,7 +91,10 @@ def test_an_invalid_value_is_refused_with_option_value_and_allowed_values(
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve", "verify"],
+    [
+        *("serve", "chat", "batch", "bench", "bench offline", "bench latency", "bench serve"),
+        *("verify", "config"),
+    ],
 )
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
     arguments = [*command.split(), "--help"]
@@ -261,13 +264,14 @@ def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
-    assert listed[-10:] == [
+    assert listed[-11:] == [
         "serve",
         "chat",
         "batch",
         "bench",
         *verbs,
         "verify",
+        "config",
         "version",
         "models",
     ]
@@ -286,7 +290,7 @@ def test_bench_without_a_subcommand_is_bench_offline() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *(("serve",), ("chat",), ("batch",), ("verify",)),
+        *(("serve",), ("chat",), ("batch",), ("verify",), ("config",)),
         *(("bench",), ("bench", "latency"), ("bench", "serve")),
     ],
 )

@@ -41,16 +41,18 @@ from minisgl.server.config import ServerConfig
 from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.batch import BatchConfig
 from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.options import ConfigFile
 from minisgl_cli.version import version
 
 BATCH_TOKENS = 6144
-ENGINE_COMMANDS = ["serve", "chat", "batch", "verify", "bench", "bench latency", "bench serve"]
 BENCH_COMMANDS = ["bench", "bench serve"]
+SERVE_COMMANDS = ["serve", "config"]
+ENGINE_COMMANDS = [*SERVE_COMMANDS, "chat", "batch", "verify", "bench latency", *BENCH_COMMANDS]
 TAKEN_BY: dict[Any, list[str]] = {
     EngineConfig: ENGINE_COMMANDS,
-    ServerConfig: ["serve"],
-    RouterConfig: ["serve"],
-    RayConfig: ["serve"],
+    ServerConfig: SERVE_COMMANDS,
+    RouterConfig: SERVE_COMMANDS,
+    RayConfig: SERVE_COMMANDS,
     ChatConfig: ["chat"],
     BatchConfig: ["batch"],
     BenchConfig: BENCH_COMMANDS,
@@ -224,9 +226,11 @@ def test_a_new_snapshot_has_every_option_of_every_command() -> None:
         for spec in fields(config)
         for command in commands
     }
-    # The one option that is no field of a config.
+    # The two options that are no field of a config.
     (code_of,) = get_type_hints(version, include_extras=True)["model"].__metadata__
     expected.add(("--model", "version", code_of.help))
+    (of_file,) = ConfigFile.__metadata__
+    expected |= {("--config", command, of_file.help) for command in ENGINE_COMMANDS}
     found = {
         (name, command, row["text"])
         for name, entry in options.items()
