@@ -410,6 +410,7 @@ class Request:
     error: BaseException | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
     submitted_s: float = field(default_factory=time.monotonic)
+    admitted_s: float | None = None  # when it got a slot for the first time
     first_token_s: float | None = None
     last_token_s: float | None = None
 

@@ -25,6 +25,8 @@ REQUEST_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0),
 )
+# Upper bounds in tokens, for prompts and answers.
+TOKEN_BOUNDS = tuple(float(1 << power) for power in range(21))
 # Of the masks of one step.
 MASK_BOUNDS = (
     *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
@@ -53,6 +55,7 @@ class Histogram:
 
 _of_steps = partial(Histogram, STEP_BOUNDS)
 _of_requests = partial(Histogram, REQUEST_BOUNDS)
+_of_tokens = partial(Histogram, TOKEN_BOUNDS)
 _of_masks = partial(Histogram, MASK_BOUNDS)
 
 
@@ -71,6 +74,11 @@ class Totals:
     ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
     itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
     e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
+    queue_s: Histogram = field(default_factory=_of_requests)  # until admitted, or until the end
+    prefill_s: Histogram = field(default_factory=_of_requests)  # of completed requests
+    decode_s: Histogram = field(default_factory=_of_requests)  # of those that have tokens
+    prompt_lengths: Histogram = field(default_factory=_of_tokens)  # of completed requests
+    answer_lengths: Histogram = field(default_factory=_of_tokens)  # of completed requests
     compile_s: Histogram = field(default_factory=_of_requests)  # of grammars
     mask_s: Histogram = field(default_factory=_of_masks)  # of a step with masked rows
 
@@ -135,9 +143,19 @@ class Meter:
     def request_ended(self, request: Request, now: float) -> None:
         reason = request.finish_reason
         assert reason is not None
-        self.totals.num_finished[reason] += 1
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.totals.e2e_s.observe(now - request.submitted_s)
+        totals = self.totals
+        totals.num_finished[reason] += 1
+        admitted = now if request.admitted_s is None else request.admitted_s
+        totals.queue_s.observe(admitted - request.submitted_s)
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        totals.e2e_s.observe(now - request.submitted_s)
+        totals.prompt_lengths.observe(request.num_prompt_tokens)
+        totals.answer_lengths.observe(request.num_output_tokens)
+        first, last = request.first_token_s, request.last_token_s
+        totals.prefill_s.observe((now if first is None else first) - admitted)
+        if first is not None and last is not None:
+            totals.decode_s.observe(last - first)
 
 
 @dataclass(frozen=True, slots=True)

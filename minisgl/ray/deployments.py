@@ -195,9 +195,9 @@ class EngineDeployment(EngineReplica):
         gc.collect()
         gc.freeze()
 
-    async def labelled_metrics(self) -> tuple[str, bytes]:
-        """The engine's name and its page of metrics."""
-        return _own_name(), await self.metrics()
+    async def labelled_metrics(self, accept: str) -> tuple[str, bytes]:
+        """The engine's name and its page of metrics. accept: the format."""
+        return _own_name(), await self.metrics(accept)
 
     async def __del__(self) -> None:
         """Called by Ray Serve when all requests have ended, or their time is over."""
@@ -263,8 +263,8 @@ class RayEngines:
         states = found.deployments[ENGINE].replica_states
         return sum(states.values()), states.get("RUNNING", 0)
 
-    async def metrics(self) -> Mapping[str, bytes]:
-        asked = [handle.broadcast("labelled_metrics") for handle in self._handles.values()]
+    async def metrics(self, accept: str) -> Mapping[str, bytes]:
+        asked = [handle.broadcast("labelled_metrics", accept) for handle in self._handles.values()]
         found = [
             await pages.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
             for pages in asked

@@ -98,9 +98,9 @@ class EngineReplica:
         if self._engine.stalled is not None:
             raise EngineUnhealthyError(self._engine.stalled)
 
-    async def metrics(self) -> bytes:
-        """The engine's page of metrics."""
-        scrape = HTTPRequest("GET", "/metrics", b"", [], b"")
+    async def metrics(self, accept: str) -> bytes:
+        """The engine's page of metrics. accept: the format, as HTTP's header names it."""
+        scrape = HTTPRequest("GET", "/metrics", b"", [(b"accept", accept.encode())], b"")
         return b"".join([part async for part in self.answer(scrape) if type(part) is bytes])
 
     async def close(self) -> None:

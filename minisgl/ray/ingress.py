@@ -30,7 +30,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
-from minisgl.server.metrics import page_response
+from minisgl.server.metrics_format import format_for
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Engines(Protocol):
     async def count(self) -> tuple[int, int]:
         """How many engines there should be, and how many of them take requests."""
 
-    async def metrics(self) -> Mapping[str, bytes]:
-        """The pages of all engines that take requests, by their names."""
+    async def metrics(self, accept: str) -> Mapping[str, bytes]:
+        """The pages of all engines that take requests, by their names. accept: the format."""
 
     @property
     def has_prefill(self) -> bool:
@@ -149,7 +149,9 @@ def create_ingress_app(
         return json_response(RouterHealth("ready", wanted, ready))
 
     async def metrics(request: Request) -> Response:
-        return page_response(join_pages(await engines.metrics(), "replica"))
+        format = format_for(request.headers.get("accept", ""))
+        pages = await engines.metrics(format.content_type)
+        return format.response(join_pages((pages, "replica")) + format.end)
 
     own = {"/health": health, "/metrics": metrics}
     return forwarding_app(IngressEngines(engines), config, hosts, Counter(), own)

@@ -30,7 +30,7 @@ from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.access_log import Answered
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.hosts import Hosts
-from minisgl.server.metrics import page_response
+from minisgl.server.metrics_format import format_for
 from minisgl.server.pages import page_routes
 
 METRICS_SECONDS = 5
@@ -89,19 +89,22 @@ def create_router_app(
         return json_response(RouterHealth("ready", len(fleet.replicas), len(ready)))
 
     async def joined_metrics(request: Request) -> Response:
+        format = format_for(request.headers.get("accept", ""))
         if request.scope["server"] in own_places:
-            return page_response(metrics.render())
+            return format.response(metrics.render(format))
         started = [replica for replica in fleet.replicas if replica.state.start]
         others = [router for router in routers if router.index != index]
         of_replicas, of_routers = await asyncio.gather(
-            _metrics_pages(started), _metrics_pages(others)
+            _documents(started, "/metrics", format.content_type),
+            _documents(others, "/metrics", format.content_type),
         )
-        of_routers[str(index)] = metrics.render()
-        return page_response(join_pages(of_replicas, "replica") + join_pages(of_routers, "router"))
+        of_routers[str(index)] = metrics.render(format)
+        page = join_pages((of_replicas, "replica"), (of_routers, "router"))
+        return format.response(page + format.end)
 
     async def history(request: Request) -> Response:
         started = [replica for replica in fleet.replicas if replica.state.start]
-        found = await _metrics_pages(started, "/metrics/history")
+        found = await _documents(started, "/metrics/history")
         histories = {
             name: msgspec.json.decode(content, type=MetricsHistory)
             for name, content in found.items()
@@ -116,17 +119,17 @@ def create_router_app(
     return forwarding_app(Relay(fleet), config, hosts, metrics.responses, own, others)
 
 
-async def _metrics_pages(peers: Sequence[Peer], path: str = "/metrics") -> dict[str, bytes]:
-    """The metrics of each peer that answers, by its index."""
+async def _documents(peers: Sequence[Peer], path: str, accept: str = "*/*") -> dict[str, bytes]:
+    """What each peer that answers has at `path`, by its index."""
 
-    async def page(peer: Peer) -> bytes | None:
+    async def document(peer: Peer) -> bytes | None:
         with suppress(EngineLostError, TimeoutError):
             async with asyncio.timeout(METRICS_SECONDS):
-                status, content = await peer.get(path)
+                status, content = await peer.get(path, accept)
                 return content if status == 200 else None
         return None
 
-    found = await asyncio.gather(*map(page, peers))
+    found = await asyncio.gather(*map(document, peers))
     return {
         str(peer.index): content
         for peer, content in zip(peers, found, strict=True)

@@ -62,9 +62,10 @@ class Peer:
                 await asyncio.sleep(PAUSE_S)
         raise EngineLostError
 
-    async def get(self, path: str) -> tuple[int, bytes]:
+    async def get(self, path: str, accept: str = "*/*") -> tuple[int, bytes]:
         """Status and body of a document; raises EngineLostError."""
-        return await self.whole(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode())
+        head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\naccept: {accept}\r\n\r\n"
+        return await self.whole(head.encode())
 
     async def whole(self, request: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to a request; raises EngineLostError."""

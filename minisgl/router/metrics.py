@@ -10,6 +10,9 @@ from prometheus_client.metrics_core import Metric
 
 from minisgl.router.fleet import DONE, FAILED, Fleet
 from minisgl.server.metrics import MetricsPage, counter, gauge
+from minisgl.server.metrics_format import OPEN_METRICS
+
+END = OPEN_METRICS.end.rstrip()
 
 
 @dataclass(slots=True)
@@ -20,17 +23,20 @@ class _Family:
     samples: list[bytes] = field(default_factory=list)
 
 
-def join_pages(pages: Mapping[str, bytes], label: str) -> bytes:
-    """Join pages in Prometheus' text format, so that each metric has one place.
+def join_pages(*groups: tuple[Mapping[str, bytes], str]) -> bytes:
+    """Join pages of one text format, without its last line, so that each metric has one place.
 
-    label: the name of a label more, whose value is the key of the page.
+    groups: pages, each with the name of a label more, whose value is the key of the page.
     """
     families: dict[bytes, _Family] = {}
-    for value, page in pages.items():
+    labelled = [(page, label, value) for pages, label in groups for value, page in pages.items()]
+    for page, label, value in labelled:
         added = f'{label}="{value}"'.encode()
         known = {*families}
         family = _Family()
         for line in page.splitlines():
+            if line == END:
+                break
             if line.startswith(b"#"):
                 name = line.split(b" ", 3)[2]
                 family = families.setdefault(name, _Family())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -218,7 +219,9 @@ class SchedulerCounters:
     num_disk_tokens: int = 0  # of the cached tokens, those read from disk
 
     def admitted(self, request: Request) -> None:
-        """Count what a request that runs for the first time found in the prefix cache."""
+        """Note when a request runs for the first time, and count what it found in the prefix
+        cache."""
+        request.admitted_s = time.monotonic()
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += request.num_cached_tokens
         self.num_host_tokens += request.num_host_tokens

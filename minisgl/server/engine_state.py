@@ -19,7 +19,8 @@ from minisgl.server.config import ServerConfig, check_utf8
 from minisgl.server.history import History
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from minisgl.device.gpu_memory import GPUMemory
     from minisgl.engine import AsyncEngine
 
 # The application for a request, given its scope, its reply and what answers it.
@@ -142,6 +143,19 @@ class EngineState:
     def stats(self) -> EngineStats | None:
         """Statistics of the engine in any phase; None while it is loading."""
         return None if self._engine is None else self._engine.stats()
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """That the KV cache has room for, on all ranks; 0 while the model is loading."""
+        return 0 if self._engine is None else self._engine.capacity.num_tokens
+
+    def gpu_memory(self) -> GPUMemory | None:
+        """The memory of the GPU of rank 0; None without one, and while the model is loading."""
+        if self._engine is None or self._engine.config.device != "cuda":
+            return None
+        from minisgl.device.gpu_memory import gpu_memory  # here, because it imports torch
+
+        return gpu_memory()
 
     @property
     def dead(self) -> bool:

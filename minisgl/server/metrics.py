@@ -1,4 +1,4 @@
-"""/metrics: the counters of the engine and the routes, in Prometheus' text format.
+"""/metrics: the counters of the engine and the routes, in a text format of Prometheus.
 
 prometheus_client runs only during a scrape, so metrics cost nothing per token.
 """
@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,31 +20,29 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
 
 from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.history import buckets
 from minisgl.server.http.access_log import Answered
+from minisgl.server.metrics_format import Format
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def page_response(page: bytes) -> Response:
-    return Response(page, headers={"content-type": CONTENT_TYPE})
+UNITS = frozenset({"bytes", "ratio", "seconds", "tokens"})
 
 
 class MetricsPage(Collector):
-    """Metrics on a page of their own, and the HTTP responses counted for it."""
+    """Metrics on a page of their own, with those of the process, and the HTTP responses counted for
+    it."""
 
     def __init__(self) -> None:
         self.responses: Counter[Answered] = Counter()
         # Not the library's global registry, which would add up the servers of a process.
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def render(self, format: Format) -> bytes:
+        return format.encode(self._registry)
 
     def describe(self) -> list[Metric]:
         """Called at registration; an empty list keeps the library from collecting then."""
@@ -84,9 +82,13 @@ class Metrics(MetricsPage):
             yield gauge("loading_ratio", {loading.phase: loading.fraction}, "phase")
         stats = self._state.stats()
         if stats is not None:
+            yield gauge("kv_capacity_tokens", self._state.num_cache_tokens)
             yield from _figures(stats)
             yield from _parts(stats)
             yield from _histograms(stats)
+        if (memory := self._state.gpu_memory()) is not None:
+            yield gauge("gpu_memory_used_bytes", memory.used)
+            yield gauge("gpu_memory_total_bytes", memory.total)
 
 
 ABOUT = {
@@ -95,6 +97,7 @@ ABOUT = {
     "unknown.",
     "running_requests": "Number of requests currently running.",
     "queued_requests": "Number of requests waiting to run.",
+    "kv_capacity_tokens": "Tokens that the KV cache has room for.",
     "token_usage_ratio": "Fraction of the KV cache's pages held by requests, 0 to 1.",
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "cached_prompt_tokens": "Prompt tokens found in the prefix cache.",
@@ -133,9 +136,19 @@ ABOUT = {
     "inter_token_seconds": "Time from one token of a request to its next.",
     "request_seconds": "Time from submission to the end of requests that finished with stop or "
     "length.",
+    "request_queue_seconds": "Time from submission until a request first ran, or ended before.",
+    "request_prefill_seconds": "Time from when a request first ran to its first token, of requests "
+    "that finished with stop or length.",
+    "request_decode_seconds": "Time from the first token to the last, of requests that finished "
+    "with stop or length.",
+    "request_prompt_tokens": "Prompt tokens of requests that finished with stop or length.",
+    "request_generated_tokens": "Generated tokens of requests that finished with stop or length.",
     "grammar_compile_seconds": "Time to compile a grammar, or to refuse it; cached ones are not "
     "counted.",
     "mask_seconds": "Time to fill the token masks of one step.",
+    # Where there is a GPU.
+    "gpu_memory_used_bytes": "Memory of the GPU of rank 0 that is in use, by all processes.",
+    "gpu_memory_total_bytes": "Memory of the GPU of rank 0.",
 }
 Values: TypeAlias = float | Mapping[str, float]  # one, or one for each value of a label
 
@@ -148,10 +161,17 @@ def figure(
     about: str = "",
 ) -> Metric:
     """A metric; about: what ABOUT says, if it is one of the engine's."""
-    family = kind(f"minisgl_{name}", about or ABOUT[name], labels=[label] if label else [])
+    labels = [label] if label else []
+    family = kind(f"minisgl_{name}", about or ABOUT[name], labels=labels, unit=unit_of(name))
     for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
         family.add_metric([key] if label else [], value)
     return family
+
+
+def unit_of(name: str) -> str:
+    """The unit that the name of a metric ends with; empty if it has none."""
+    unit = name.rpartition("_")[2]
+    return unit if unit in UNITS else ""
 
 
 counter = partial(figure, CounterMetricFamily)
@@ -230,10 +250,19 @@ def _histograms(stats: EngineStats) -> Iterator[Metric]:
         "time_to_first_token_seconds": totals.ttft_s,
         "inter_token_seconds": totals.itl_s,
         "request_seconds": totals.e2e_s,
+        "request_queue_seconds": totals.queue_s,
+        "request_prefill_seconds": totals.prefill_s,
+        "request_decode_seconds": totals.decode_s,
+        "request_prompt_tokens": totals.prompt_lengths,
+        "request_generated_tokens": totals.answer_lengths,
         "grammar_compile_seconds": totals.compile_s,
         "mask_seconds": totals.mask_s,
     }
     for name, histogram in histograms.items():
         yield HistogramMetricFamily(
-            f"minisgl_{name}", ABOUT[name], buckets(histogram), histogram.sum
+            f"minisgl_{name}",
+            ABOUT[name],
+            buckets(histogram),
+            histogram.sum,
+            unit=unit_of(name),
         )

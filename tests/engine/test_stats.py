@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -139,6 +140,54 @@ async def test_the_engine_measures_every_token_and_every_ending(overlap: bool) -
     )
     assert totals.ttft_s.sum + totals.itl_s.sum == pytest.approx(spans)
     assert totals.e2e_s.sum >= spans
+
+
+def test_the_phases_of_a_request_are_between_its_times() -> None:
+    meter = Meter()
+
+    def end(reason: FinishReason, admitted: float | None, *tokens: float) -> None:
+        ended = request(0)
+        ended.finish_reason, ended.admitted_s = reason, admitted
+        if tokens:
+            ended.first_token_s, ended.last_token_s = tokens[0], tokens[-1]
+            ended.token_ids += [1] * len(tokens)
+        meter.request_ended(ended, 100.0)
+
+    end(FinishReason.STOP, 1.0, 3.0, 5.0, 9.0)
+    end(FinishReason.LENGTH, 2.0, 6.0)
+    end(FinishReason.LENGTH, 4.0)  # it wanted no tokens
+    end(FinishReason.ABORT, 8.0, 9.0, 10.0)
+    end(FinishReason.ERROR, None)  # it has never run
+    totals = meter.totals
+    assert (totals.queue_s.count, totals.queue_s.sum) == (5, 1 + 2 + 4 + 8 + 100)
+    assert (totals.prefill_s.count, totals.prefill_s.sum) == (3, 2 + 4 + 96)
+    assert (totals.decode_s.count, totals.decode_s.sum) == (2, 6 + 0)
+    assert (totals.prompt_lengths.count, totals.prompt_lengths.sum) == (3, 3)
+    assert (totals.answer_lengths.count, totals.answer_lengths.sum) == (3, 3 + 1 + 0)
+
+
+async def test_a_request_waits_in_the_queue_until_it_has_a_slot() -> None:
+    async with engine_on(ScriptedRunner(page_size=4), max_running_requests=1) as engine:
+        streams = [engine.submit([i, 1, 2], params(5, ignore_eos=True)) for i in range(3)]
+        await asyncio.gather(*map(deltas_of, streams))
+        waited = engine.stats().totals.queue_s
+    times = [stream.request for stream in streams]
+    assert waited.sum == pytest.approx(sum(each.admitted_s - each.submitted_s for each in times))
+    for before, each in pairwise(times):
+        assert before.last_token_s <= each.admitted_s <= each.first_token_s
+
+
+async def test_a_retraction_does_not_count_as_the_queue_again() -> None:
+    async with engine_on(
+        ScriptedRunner(page_size=4), num_pages=20, schedule_conservativeness=0.1
+    ) as engine:
+        streams = [engine.submit([i, 1, 2], params(60, ignore_eos=True)) for i in range(6)]
+        await asyncio.gather(*map(deltas_of, streams))
+        stats = engine.stats()
+    assert stats.counters.num_retractions > 0
+    times = [stream.request for stream in streams]
+    assert stats.totals.queue_s.count == 6
+    assert max(each.admitted_s for each in times) <= min(each.first_token_s for each in times)
 
 
 async def test_inter_token_times_include_those_around_a_retraction() -> None:

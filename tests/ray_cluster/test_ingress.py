@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of
 from support.quick_server import QuickServer
@@ -24,6 +27,7 @@ from minisgl.ray.ingress import create_ingress_app
 from minisgl.router.exchange import EngineLostError, Head, HTTPRequest
 from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover, Offered
 from minisgl.server.config import ServerConfig
+from minisgl.server.metrics_format import OPEN_METRICS
 from minisgl.server.process import bind, http_settings
 
 CHAT = "/v1/chat/completions"
@@ -72,8 +76,8 @@ class LocalEngines:
     async def count(self) -> tuple[int, int]:
         return 2, self.num_ready
 
-    async def metrics(self) -> Mapping[str, bytes]:
-        page = await self.replica.metrics()
+    async def metrics(self, accept: str) -> Mapping[str, bytes]:
+        page = await self.replica.metrics(accept)
         return {"left": page, "right": page}
 
 
@@ -303,6 +307,14 @@ async def test_health_counts_engines_and_metrics_are_labelled() -> None:
         page = (await client.get("/metrics")).text
         assert 'minisgl_running_requests{replica="left"} 0.0' in page
         assert page.count("# TYPE minisgl_running_requests gauge") == 1
+        accept = {"accept": OPEN_METRICS.content_type}
+        opened = (await client.get("/metrics", headers=accept)).text
+        [running] = (
+            family
+            for family in openmetrics_families(opened)
+            if family.name == "minisgl_running_requests"
+        )
+        assert [sample.labels["replica"] for sample in running.samples] == ["left", "right"]
         engines.num_ready = 0
         health = await client.get("/health")
         assert health.status_code == 503 and error_of(health)["code"] == "loading"

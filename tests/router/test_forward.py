@@ -17,6 +17,9 @@ import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseErrorEvent
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of
 from support.routing import front, routing
@@ -24,6 +27,7 @@ from support.waiting import until
 
 from minisgl.router.config import DECODE, PREFILL, ROUND_ROBIN
 from minisgl.router.fleet import ReplicaState
+from minisgl.server.metrics_format import OPEN_METRICS
 from minisgl.server.process import new_event_loop
 
 CHAT = "/v1/chat/completions"
@@ -326,6 +330,15 @@ async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: 
         assert 'minisgl_http_responses_total{replica="0",route="/v1/chat/completions",' in page
         assert 'minisgl_router_requests_total{router="0",replica="0"} 1.0' in page
         assert "replica_role" not in page  # all do the same
+        assert page.count("# TYPE process_open_fds gauge") == 1
+        opened = await client.get("/metrics", headers={"accept": OPEN_METRICS.content_type})
+        assert opened.headers["content-type"] == OPEN_METRICS.content_type
+        families = {each.name: each for each in openmetrics_families(opened.text)}
+        sent = families["minisgl_router_requests"]
+        assert sum(sample.value for sample in sent.samples) == 1
+        owners = [{*sample.labels.items()} for sample in families["process_open_fds"].samples]
+        assert owners == [{("replica", "0")}, {("replica", "1")}, {("router", "0")}]
+        assert families["minisgl_step_seconds"].unit == "seconds"
         fleet.replicas[1].role = "decode"
         page = (await client.get("/metrics")).text
         assert 'minisgl_router_replica_role{router="0",replica="1",role="decode"} 1.0' in page

@@ -60,7 +60,7 @@ def test_pages_of_metrics_are_joined_by_metric() -> None:
         "0": first % 1 + b'# TYPE b gauge\nb{x="1 2"} 2.0\n',
         "1": first % 3 + b'# TYPE c gauge\nc{y="}"} 4.0\n',
     }
-    assert join_pages(pages, "replica").decode() == (
+    assert join_pages((pages, "replica")).decode() == (
         "# HELP a What a is.\n# TYPE a counter\n"
         'a_total{replica="0"} 1.0\na_total{replica="1"} 3.0\n'
         '# TYPE b gauge\nb{replica="0",x="1 2"} 2.0\n'

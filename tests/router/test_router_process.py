@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from support.folders import SUPPORT
 from support.http_server import HELLO
 from support.ports import free_port
@@ -24,6 +27,8 @@ from support.processes import (
     wait_until_nothing_is_left,
 )
 from support.serving_processes import python_in
+
+from minisgl.server.metrics_format import OPEN_METRICS
 
 SCRIPT = str(SUPPORT / "fake_replicas.py")
 CHAT = "/v1/chat/completions"
@@ -71,6 +76,14 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
         )
         assert {router for router, _ in sent} == {"0", "1"}
         assert sum(float(count) for _, count in sent) == 8
+        accept = {"accept": OPEN_METRICS.content_type}
+        opened = httpx.get(f"{url}/metrics", headers=accept).text
+        assert {
+            sample.labels["router"]
+            for family in openmetrics_families(opened)
+            for sample in family.samples
+            if sample.name == "minisgl_router_requests_total"
+        } == {"0", "1"}
         # Each knows what the other has sent where.
         question = {"role": "user", "content": "What is the capital of France? " * 4}
         told: Any = {"messages": [question], "max_tokens": 1}

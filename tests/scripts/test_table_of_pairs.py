@@ -38,7 +38,7 @@ def test_there_is_one_cell_for_each_pair_and_each_reason_once() -> None:
         ("`--roles`", "full and windowed layers", WORKS, ""),
         ("`--roles`", "full layers and states", WORKS, ""),
         ("`--pp --roles`", "full layers", WORKS, ""),
-        ("`--dp-attention --roles`", "full layers", REFUSED, "each rank has pages of its own"),
+        ("`--dp-attention --roles`", "full layers", WORKS, ""),
         ("`--model-impl adopted`", "full layers and states", REFUSED, "the others keep a state"),
     ],
 )

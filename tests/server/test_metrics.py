@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import ROOT
 from support.http_server import http_client
+from support.parity import case_of, load_engine
 from support.waiting import until
 
-from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
+from minisgl.device.gpu_memory import GPUMemory, gpu_memory
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS, TOKEN_BOUNDS
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
+from minisgl.server.metrics_format import OPEN_METRICS, TEXT, format_for
 
 README = (ROOT / "minisgl/server/README.md").read_text()
 OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses", "minisgl_tool_calls"}
+OF_THE_PROCESS = {
+    "process_virtual_memory_bytes",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+    "process_cpu_seconds",
+    "process_open_fds",
+    "process_max_fds",
+}
+ACCEPT = {
+    "accept": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+}  # as Prometheus sends it
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -94,6 +115,17 @@ async def test_scraped_counters_agree_with_what_clients_received() -> None:
     assert found("minisgl_time_to_first_token_seconds_count") == 3
     assert found("minisgl_request_seconds_count") == 3
     assert found("minisgl_inter_token_seconds_count") == num_output - 3
+    for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "prompt_tokens"):
+        assert found(f"minisgl_request_{name}_count") == 3
+    assert found("minisgl_request_prompt_tokens_sum") == found("minisgl_prompt_tokens_total")
+    assert found("minisgl_request_generated_tokens_sum") == num_output
+    assert found("minisgl_request_generated_tokens_count") == 3
+    lengths = found.buckets("minisgl_request_generated_tokens")
+    assert (lengths["16.0"], lengths["32.0"]) == (0, 3)
+    phases = sum(
+        found(f"minisgl_request_{phase}_seconds_sum") for phase in ("queue", "prefill", "decode")
+    )
+    assert 0 < phases <= found("minisgl_request_seconds_sum")
     assert found("minisgl_step_seconds_count") == len(runner.launched)
     assert 0 < found("minisgl_step_seconds_sum") <= found("minisgl_request_seconds_sum")
     for gauge in ("running_requests", "queued_requests", "token_usage_ratio"):
@@ -128,9 +160,14 @@ async def test_gauges_report_running_and_queued_requests_and_used_pages() -> Non
         assert found("minisgl_running_requests") == 2
         assert found("minisgl_queued_requests") == 3
         assert found("minisgl_token_usage_ratio") == engine.stats().num_used_pages / 100 > 0
+        assert found("minisgl_kv_capacity_tokens") == 100 * 4
         for stream in streams[1:]:
             stream.abort()
-        assert (await scrape(client))("minisgl_requests_finished_total", reason="abort") == 4
+        found = await scrape(client)
+        assert found("minisgl_requests_finished_total", reason="abort") == 4
+        # Three of them waited until their end.
+        assert found("minisgl_request_queue_seconds_count") == 4
+        assert found("minisgl_request_prefill_seconds_count") == 0
         runner.may_collect.set()
         await deltas_of(streams[0])
 
@@ -144,6 +181,9 @@ async def test_histogram_buckets_are_cumulative_and_complete() -> None:
         ("minisgl_inter_token_seconds", STEP_BOUNDS),
         ("minisgl_time_to_first_token_seconds", REQUEST_BOUNDS),
         ("minisgl_request_seconds", REQUEST_BOUNDS),
+        ("minisgl_request_queue_seconds", REQUEST_BOUNDS),
+        ("minisgl_request_prompt_tokens", TOKEN_BOUNDS),
+        ("minisgl_request_generated_tokens", TOKEN_BOUNDS),
     ):
         buckets = found.buckets(name)
         assert [float(bound) for bound in buckets] == [*bounds, float("inf")]
@@ -220,7 +260,8 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
     transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         loading = await scrape(client)
-        assert loading.families.keys() == OF_THE_SERVER | {"minisgl_loading_ratio"}
+        known = OF_THE_SERVER | OF_THE_PROCESS
+        assert loading.families.keys() == known | {"minisgl_loading_ratio"}
         engine = FakeEngine()
         state.start(engine)
         ready = await scrape(client)
@@ -238,7 +279,10 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
     assert counted == 3
 
 
-async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Path) -> None:
+async def test_metric_names_have_units_and_are_listed_in_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineState, "gpu_memory", lambda _: GPUMemory(used=1, total=3))
     runner = ScriptedRunner(page_size=4)
     options: Any = {"host_cache": 0.1, "speculative": "ngram"}
     async with engine_on(runner, **options) as engine, http_client(engine) as client:
@@ -251,12 +295,140 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Pa
     for family in found.families.values():
         name, kind = family.name, family.type
         if kind == "histogram":
-            assert name.endswith("_seconds")
+            assert name.endswith(("_seconds", "_tokens"))
         elif kind == "counter":
             name += "_total"
-        assert name.startswith("minisgl_")
+        assert name.startswith(("minisgl_", "process_"))
         expected.append((name, kind))
     section = README.partition("## Metrics\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `minisgl_")]
+    own = ("| `minisgl_", "| `process_")
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith(own)]
     documented = [(name.split("`")[1].partition("{")[0], kind.strip()) for name, kind in rows]
     assert documented == expected
+    peers = [line.split("|")[2] for line in section.splitlines() if line.startswith("| `vllm:")]
+    assert len(peers) > 15
+    assert {name.strip(" `") for name in peers} <= {name for name, _ in expected}
+
+
+def values(families: Iterable[Metric]) -> Samples:
+    """Without those of the process, which change between two scrapes."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("minisgl_")
+    }
+
+
+async def test_a_client_that_asks_for_openmetrics_gets_the_same_values_with_their_units() -> None:
+    async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
+        await deltas_of(engine.submit([1, 2], params(30, ignore_eos=True)))
+        await client.get("/metrics")
+        answer = await client.get("/metrics", headers=ACCEPT)
+        families = [*openmetrics.text_string_to_metric_families(answer.text)]
+        plain = await scrape(client)
+    assert answer.headers["content-type"] == OPEN_METRICS.content_type
+    assert answer.headers["vary"] == "Accept"
+    assert answer.text.endswith("\n# EOF\n")
+    found, expected = values(families), values(plain.families.values())
+    scrapes = ("minisgl_http_responses_total", (("route", "/metrics"), ("status", "200")))
+    assert expected.pop(scrapes) == found.pop(scrapes) + 1 == 2
+    assert found == expected
+    names = {family.name: family for family in families}
+    assert (names["minisgl"].type, names["minisgl_generated_tokens"].type) == ("info", "counter")
+    for name, unit in {
+        "minisgl_generated_tokens": "tokens",
+        "minisgl_kv_capacity_tokens": "tokens",
+        "minisgl_token_usage_ratio": "ratio",
+        "minisgl_step_seconds": "seconds",
+        "minisgl_request_prompt_tokens": "tokens",
+        "minisgl_running_requests": "",
+    }.items():
+        assert names[name].unit == unit
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (ACCEPT["accept"], OPEN_METRICS),
+        (OPEN_METRICS.content_type, OPEN_METRICS),
+        ("Application/OpenMetrics-Text", OPEN_METRICS),
+        ("text/plain;q=0.5, application/openmetrics-text;q=0.5", OPEN_METRICS),
+        ("text/plain;q=0.6, application/openmetrics-text;q=0.5", TEXT),
+        ("application/openmetrics-text;q=0", TEXT),
+        ("application/openmetrics-text;version=0.0.1", TEXT),
+        ("application/openmetrics-text;version=x;q", TEXT),
+        ("application/openmetrics-text;q=nan", TEXT),
+        ("application/openmetrics-text;q=x", TEXT),
+        (TEXT.content_type, TEXT),
+        ("*/*", TEXT),
+        (",;=,;;", TEXT),
+        ("", TEXT),
+    ],
+)
+def test_the_format_is_the_one_that_the_client_likes_best(accept: str, expected: object) -> None:
+    assert format_for(accept) is expected
+
+
+def resident_bytes() -> int:
+    """Of this process, as another file of the system has it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_the_memory_of_the_process_is_that_which_the_system_counts() -> None:
+    async with http_client(FakeEngine()) as client:
+        found = await scrape(client)
+    # The two are read one after the other, while the process goes on.
+    assert found("process_resident_memory_bytes") == pytest.approx(resident_bytes(), rel=0.5)
+    assert "minisgl_gpu_memory_used_bytes" not in found.families
+
+
+async def test_the_memory_of_a_gpu_is_told_as_long_as_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine()
+    engine.config.device = "cuda"
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (30, 100))
+    async with http_client(engine) as client:
+        found = await scrape(client)
+        assert found("minisgl_gpu_memory_used_bytes") == 70
+        assert found("minisgl_gpu_memory_total_bytes") == 100
+
+        def fault() -> None:
+            raise RuntimeError("CUDA error")
+
+        monkeypatch.setattr("torch.cuda.mem_get_info", fault)
+        found = await scrape(client)
+    assert "minisgl_gpu_memory_used_bytes" not in found.families
+
+
+@pytest.mark.gpu
+def test_the_memory_of_the_gpu_has_what_is_allocated_here() -> None:
+    kept = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    found = gpu_memory()
+    assert found is not None and kept.numel() < found.used < found.total
+    assert found.total == torch.cuda.get_device_properties(0).total_memory
+
+
+async def test_a_model_that_computes_is_measured_in_both_formats() -> None:
+    engine = AsyncEngine(load_engine(case_of("llama3").folder))
+    async with engine, http_client(engine) as client:
+        usages = []
+        for length in (1, 7, 20):
+            asked = {"prompt": [*range(3, 3 + length)], "max_tokens": length, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=asked)
+            usages.append(answer.json()["usage"])
+        text = await client.get("/metrics")
+        opened = await client.get("/metrics", headers=ACCEPT)
+    for families in (
+        text_string_to_metric_families(text.text),
+        openmetrics.text_string_to_metric_families(opened.text),
+    ):
+        found = values(families)
+        for name, field in (("prompt", "prompt_tokens"), ("generated", "completion_tokens")):
+            expected = sum(usage[field] for usage in usages)
+            assert found[f"minisgl_request_{name}_tokens_sum", ()] == expected == 28
+            assert found[f"minisgl_request_{name}_tokens_count", ()] == 3
+        for phase in ("queue", "prefill", "decode"):
+            assert found[f"minisgl_request_{phase}_seconds_count", ()] == 3
+        assert found["minisgl_kv_capacity_tokens", ()] == engine.capacity.num_tokens

@@ -1342,7 +1342,7 @@ def test_the_second_view_sums_over_replicas(
 ) -> None:
     def two(route: Route) -> None:
         pages.append(urlopen(f"{server.url}/metrics").read())
-        body = join_pages({"0": pages[0], "1": pages[-1]}, "replica")
+        body = join_pages(({"0": pages[0], "1": pages[-1]}, "replica"))
         route.fulfill(content_type="text/plain", body=body)
 
     pages: list[bytes] = []
@@ -1396,7 +1396,7 @@ def test_the_second_view_has_the_last_hour_and_each_replica_and_says_values_unde
             f'minisgl_router_replica_role{{router="0",replica="{each}",role="{role}"}} 1.0\n'
             for each, role in (("0", "prefill"), ("1", "decode"))
         )
-        joined = join_pages({"0": page_of, "1": page_of}, "replica")
+        joined = join_pages(({"0": page_of, "1": page_of}, "replica"))
         route.fulfill(content_type="text/plain", body=joined + roles.encode())
 
     history = history_of(60, **{"0": figures(2), "1": figures(3)})
@@ -1452,7 +1452,7 @@ def test_rates_of_the_second_view_count_on_where_a_replica_starts_again(page: Pa
             ).encode()
             for replica, count in tokens.items()
         }
-        return join_pages(pages, "replica")
+        return join_pages((pages, "replica"))
 
     samples = [
         metrics(a=1000, b=500),

@@ -11,7 +11,7 @@ from minisgl.server.apis.openai import answer_types
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.history import SECONDS, MetricsHistory
 from minisgl.server.http.encoding import json_response
-from minisgl.server.metrics import page_response
+from minisgl.server.metrics_format import format_for
 from minisgl.server.service import Service
 
 
@@ -61,7 +61,8 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    return page_response(service.metrics.render())
+    format = format_for(request.headers.get("accept", ""))
+    return format.response(service.metrics.render(format))
 
 
 async def metrics_history(service: Service, request: Request) -> Response:
