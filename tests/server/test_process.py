@@ -114,7 +114,7 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
     [line] = [line for line in lines if " 401 " in line]
     assert re.search(r": \w+ /v1/\S+ 401 in \S+ s client=127\.0\.0\.1: invalid_api_key$", line)
     [line] = [line for line in lines if f"POST {CHAT} 200 " in line]
-    assert f" prompt_tokens={num_prompt} cached_tokens=0 output_tokens=20 first_token_s=" in line
+    assert f" prompt_tokens={num_prompt} cached_tokens=0 output_tokens=20 queue_s=" in line
 
 
 # -- the end of the engine and of the process -----------------------------------------------------

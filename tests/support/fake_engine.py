@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,7 @@ class FakeStream:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.request = SimpleNamespace(first_token_s=None)
+        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
         self._engine = engine
         self._items: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
         self.task = asyncio.ensure_future(self._produce())
@@ -178,7 +177,6 @@ class FakeStream:
             if last:
                 await made(engine.ends_after)
             delta = self._delta(index + 1, last=last)
-            self.request.first_token_s = self.request.first_token_s or time.monotonic()
             if last:
                 self._end(delta)
                 return

@@ -102,7 +102,7 @@ class ScriptedStream:
         self.matcher = constraints[0] if constraints else None
         self.adapters = names_of(extras)
         self.aborted = False
-        self.request = SimpleNamespace(first_token_s=None)
+        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
         self._engine = engine
         self._answer = answer
         make: Any = Detokenizer

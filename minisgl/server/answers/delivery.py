@@ -83,7 +83,7 @@ class ReplyResponse(ABC):
                 self._note_work(streams)
 
     def _note_work(self, streams: Sequence[OutputStream]) -> None:
-        """Say in the log how many tokens were read and written, and when the first one came."""
+        """Say in the log how many tokens were read and written, and how long it waited for them."""
         choices, scope = self._reply.choices, self._scope
         firsts = [choice for choice in choices if choice.job.k == 0]  # a prompt counts once
         note(
@@ -92,8 +92,10 @@ class ReplyResponse(ABC):
             cached_tokens=sum(choice.last.num_cached_tokens for choice in firsts),
             output_tokens=sum(choice.last.num_output_tokens for choice in choices),
         )
-        times = [stream.request.first_token_s for stream in streams]
-        if came := [each for each in times if each is not None]:
+        requests = [stream.request for stream in streams]
+        if waited := [r.admitted_s - r.submitted_s for r in requests if r.admitted_s is not None]:
+            note(scope, queue_s=round(max(waited), 4))
+        if came := [r.first_token_s for r in requests if r.first_token_s is not None]:
             note(scope, first_token_s=round(min(came) - scope["state"][BEGAN], 4))
 
     async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
