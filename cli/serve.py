@@ -10,7 +10,7 @@ from dataclasses import replace
 from minisgl.config import EngineConfig
 from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import TEXT, ServerConfig
 
 from .logs import set_up_logging
 from .options import ModelArgument, of_model, takes_options
@@ -39,7 +39,7 @@ def serve(
     engine = of_model(engine, named)
     if server.images == "refuse":  # the tower would take memory for nothing
         engine = replace(engine, image_rows=0)
-    set_up_logging()
+    set_up_logging(level=server.log_level, form=server.log_format)
     logging.getLogger("minisgl.cli").info("minisgl is loading its libraries")
     if ray.ray:
         from minisgl.ray.command import run as run_on_ray
@@ -48,24 +48,27 @@ def serve(
     if router.replicas > 1:
         from minisgl.router.process import RouterProcess
 
-        commands = {"replica": (*PROGRAM, REPLICA), "front": (*PROGRAM, ROUTER)}
+        logs = ["--log-format", server.log_format]
+        if server.log_level:
+            logs += ["--log-level", server.log_level]
+        commands = {"replica": (*PROGRAM, REPLICA, *logs), "front": (*PROGRAM, ROUTER, *logs)}
         return _exited(RouterProcess(engine, server, router, **commands).run())
     from minisgl.server import run
 
     return _exited(run(engine, server))
 
 
-def replica_process(index: int) -> int:
+def replica_process(index: int, log_format: str = TEXT, log_level: str | None = None) -> int:
     """Serve as a replica: the server of `serve --replicas` starts this."""
-    set_up_logging(name=f"replica {index}: ")
+    set_up_logging(name=f"replica {index}", level=log_level, form=log_format)
     from minisgl.router.replica import run_replica
 
     return _exited(run_replica())
 
 
-def router_process(index: int) -> int:
+def router_process(index: int, log_format: str = TEXT, log_level: str | None = None) -> int:
     """Route requests to replicas: the server of `serve --replicas` starts this."""
-    set_up_logging(name=f"router {index}: ")
+    set_up_logging(name=f"router {index}", level=log_level, form=log_format)
     from minisgl.router.front import run_front
 
     return run_front()

@@ -104,9 +104,11 @@ def started_workers() -> Iterator[None]:
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
     """A command sets up the logging of its process, which other tests count on."""
-    logger = logging.getLogger("minisgl")
+    logger, root = logging.getLogger("minisgl"), logging.getLogger()
     handlers, level, propagate = logger.handlers, logger.level, logger.propagate
+    of_root = root.handlers
     yield
+    root.handlers = of_root
     logger.handlers, logger.propagate = handlers, propagate
     logger.setLevel(level)
 

@@ -18,7 +18,7 @@ from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.router.exchange import HOP_HEADERS, EngineLostError, Head, HTTPRequest, read_request
 from minisgl.router.route_keys import RESPONSES
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.http.access_log import log_failure
+from minisgl.server.http.access_log import note_failure
 from minisgl.server.http.encoding import DONE, event, typed_event
 from minisgl.server.http.error_bodies import error_body, messages_error_body
 from minisgl.server.http.leaving import while_client_waits
@@ -93,7 +93,7 @@ class ForwardedAnswer:
     async def fail(self, error: MinisglError) -> None:
         """End an answer after `error`; raises `error` if nothing has been sent."""
         if self.has_begun:
-            log_failure(self.scope, 200, error)
+            note_failure(self.scope, error)
             await self.end(last_events(self.scope, error, self.sent))
         elif self.refusal is not None:
             head, body = self.refusal

@@ -13,6 +13,7 @@ from minisgl.router.fleet import DONE, FAILED, WITHOUT_WEIGHTS, Fleet, Replica, 
 from minisgl.router.forward import ForwardedAnswer
 from minisgl.router.upstream import END_OF_EVENT, Upstream
 from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
+from minisgl.server.http.access_log import note
 from minisgl.server.http.connection import ServerConnection
 from minisgl.server.http.paths import OVERLOADED
 
@@ -55,6 +56,7 @@ class Relay:
         replica = route.replica
         fleet.num_resent += bool(asked)
         asked.append(replica)
+        note(answer.scope, replica=replica.index)
         replica.num_open += 1
         try:
             if route.prefill is not None and (where := await self._prefill(route.prefill, request)):

@@ -20,7 +20,7 @@ from minisgl.server.endpoints import ENDPOINTS, WrongTaskError, endpoints_of
 from minisgl.server.engine_state import EngineState
 from minisgl.server.handlers import about
 from minisgl.server.handlers.generation import IGNORED_HEADER
-from minisgl.server.http.access_log import Answered, Observe
+from minisgl.server.http.access_log import Answered, Observe, Patterns
 from minisgl.server.http.auth import Keys, check_admin
 from minisgl.server.http.bodies import BodyBudget, read_body
 from minisgl.server.http.faults import HANDLERS, checked, raise_fault
@@ -31,6 +31,7 @@ from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, with_id
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
 
+PATTERNS = Patterns((*PAGES, *(each.path for each in ENDPOINTS)))
 OPEN_PATHS = frozenset((*PAGES, *(each.path for each in ENDPOINTS if each.is_open)))
 
 
@@ -88,6 +89,7 @@ def application(
     app.state.bodies = BodyBudget()
     app.state.field_names = FIELD_NAMES
     app.state.open_paths = OPEN_PATHS
+    app.state.patterns = PATTERNS
     return app
 
 

@@ -17,6 +17,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning")
 BOTH = "both"
 ADMIN_VARIABLE = "MINISGL_ADMIN_KEY"
 IMAGES = ("see", "refuse", "placeholder")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+TEXT, JSON = "text", "json"
 # A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
 PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
@@ -117,6 +119,15 @@ class ServerConfig:
         64,
         "Megabytes for answers of the Responses API that clients go on from by their ids, for a "
         "day; 0 keeps none.",
+    )
+    log_format: str = server_option(
+        TEXT, "Lines of the log: text, or json (an object a line).", choices=(TEXT, JSON)
+    )
+    log_level: str | None = server_option(
+        None,
+        "Least level of what is logged: DEBUG, INFO, WARNING or ERROR; LOG_LEVEL or INFO if not "
+        "given.",
+        choices=LOG_LEVELS,
     )
     no_ui: bool = server_option(False, "Serve the API only: no page at / and none at /docs.")
     open: bool = server_option(False, "Open the page in a browser, which shows the loading.")

@@ -77,7 +77,8 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
 ) -> None:
     with served(lambda: demo_engine(num_pages=2 * NUM_PAGES)) as one:
         alone = await cached_share(one.url, "alone")
-    with demo(tmp_path, "--replicas", "2", "--num-pages", str(NUM_PAGES)) as (process, url):
+    options = ("--replicas", "2", "--num-pages", str(NUM_PAGES), "--log-format", "json")
+    with demo(tmp_path, *options) as (process, url):
         await asyncio.to_thread(wait_for_ready, process, url, 2)
         routed = await cached_share(url, "routed")
         paths = replica_sockets(tmp_path)
@@ -108,6 +109,9 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
         assert await asyncio.to_thread(process.wait, 60) == 0
         await asyncio.to_thread(wait_until_nothing_is_left, tmp_path)
         assert process.stderr is not None
-        log = process.stderr.read()
-        assert 'completions.create(model="demo", ' in log  # the name that the replicas answer to
-        assert log.count("This is the bundled demo model") == 1
+        log = [json.loads(line) for line in process.stderr]
+        messages = "\n".join(line.get("message", "") for line in log)
+        assert 'completions.create(model="demo", ' in messages  # the name that replicas answer to
+        assert messages.count("This is the bundled demo model") == 1
+        tokens = {line["process"] for line in log if "output_tokens" in line}
+        assert tokens == {"replica 0", "replica 1"}

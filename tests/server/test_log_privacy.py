@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
+from starlette.routing import Route
 from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_engine import FakeEngine
 from support.forked_programs import Session, forked_session
@@ -34,7 +35,6 @@ from minisgl.errors import (
 from minisgl.request import SamplingParams
 from minisgl.server.app import application
 from minisgl.server.config import ServerConfig
-from minisgl.server.http.access_log import log_failure
 
 SECRET = "xyzzy"  # of letters that no word of ours has in this order
 CHAT = "/v1/chat/completions"
@@ -167,10 +167,12 @@ def test_no_log_line_contains_words_of_prompts_or_answers(
     assert " DEBUG request chatcmpl-" in log
     assert ": length after " in log
     assert ": abort after " in log
-    assert re.search(r" INFO request \w+: 400\ messages\.0\.role: invalid value$", log, re.M)
-    assert re.search(r" INFO request \w+: 401\ invalid_api_key$", log, re.M)
-    assert re.search(r" INFO request \w+: 404\ model: model_not_found$", log, re.M)
-    assert ": 400 This model's maximum context length is " in log
+    begin = rf" INFO request \w+: POST {CHAT} "
+    end = r" in [\d.]+ s client=127\.0\.0\.1: "
+    assert re.search(rf"{begin}400{end}messages\.0\.role: invalid value$", log, re.M)
+    assert re.search(rf"{begin}401{end}invalid_api_key$", log, re.M)
+    assert re.search(rf"{begin}404{end}model: model_not_found$", log, re.M)
+    assert ": This model's maximum context length is " in log
     assert log.count(" INFO request ") >= len(REFUSED)
 
 
@@ -209,7 +211,8 @@ async def test_an_unexpected_error_is_logged_by_type_and_place_without_its_messa
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     line, _, frames = record.getMessage().partition("\n")
     id = answer.headers["x-request-id"]
-    assert line == f"request {id}: {answer.status_code} UnforeseenError"
+    assert line.startswith(f"request {id}: POST {CHAT} {answer.status_code} in ")
+    assert line.endswith(": UnforeseenError")
     assert "delivery.py" in frames
     assert SECRET not in caplog.text
 
@@ -241,10 +244,11 @@ async def test_a_request_is_logged_under_the_id_that_it_came_with(
         with caplog.at_level(logging.DEBUG, "minisgl"):
             await client.post(CHAT, json={"messages": MESSAGES})
             await client.post(CHAT, json={})
-            await until(lambda: len(caplog.messages) == 3)
-    ended, refused, _ = caplog.messages
+            await until(lambda: len(caplog.messages) == 2)
+    ended, refused = caplog.messages
     assert ended.startswith(f"request mine: POST {CHAT} 200 in ")
-    assert refused == "request mine: 400 messages: is missing"
+    assert refused.startswith(f"request mine: POST {CHAT} 400 in ")
+    assert refused.endswith(": messages: is missing")
 
 
 @pytest.mark.parametrize(
@@ -265,16 +269,24 @@ async def test_a_request_is_logged_under_the_id_that_it_came_with(
         (ZeroDivisionError(SECRET), "ERROR", "ZeroDivisionError"),
     ],
 )
-def test_a_failed_request_has_one_log_line(
+async def test_a_failed_request_has_one_log_line(
     error: Exception, level: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = application([], ServerConfig(), Counter(), None)
-    with caplog.at_level(logging.DEBUG):
-        log_failure({"state": {"request_id": "an-id"}, "app": app}, 418, error)
+    async def fail(request: object) -> NoReturn:
+        raise error
+
+    routes = [Route("/tokenize", fail)]
+    app = application(routes, ServerConfig(), Counter(), None)
+    with caplog.at_level(logging.DEBUG, "minisgl"):
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            answer = await client.get("/tokenize", headers={"x-request-id": "an-id"})
     [record] = caplog.records
     assert record.levelname == level
-    assert record.getMessage().startswith("request an-id: 418 ")
-    assert record.getMessage().strip().endswith(reason)
+    said = f"request an-id: GET /tokenize {answer.status_code} in "
+    assert record.getMessage().startswith(said)
+    assert record.getMessage().partition("\n")[0].endswith(reason)
     assert SECRET not in caplog.text
 
 
@@ -300,24 +312,23 @@ async def test_the_log_says_in_words_why_a_body_is_refused(
             client.headers["content-type"] = "application/json"
             assert (await client.post(CHAT, content=body)).status_code == 400
     [record] = caplog.messages
-    assert record.partition(": 400 ")[2] == reason
+    assert record.partition(" client=127.0.0.1: ")[2] == reason
 
 
-async def test_the_access_log_is_written_at_debug_with_the_request_id(
+async def test_every_request_has_one_line_and_probes_have_theirs_at_debug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with http_client(FakeEngine(answer_length=2)) as client:
-        with caplog.at_level(logging.INFO):
-            await client.post(CHAT, json={"messages": MESSAGES})
-            await client.get("/health")
-            ours = [record for record in caplog.records if record.name.startswith("minisgl")]
-            assert ours == []
-        with caplog.at_level(logging.DEBUG):
+        with caplog.at_level(logging.INFO, "minisgl"):
             answer = await client.post(CHAT, json={"messages": MESSAGES})
+            await client.get("/health")
             id = answer.headers["x-request-id"]
             await until(lambda: f"request {id}: " in caplog.text)
-    [line] = [text for text in caplog.messages if text.startswith("request ")]
-    assert line.startswith(f"request {id}: POST {CHAT} 200 in ")
+        [line] = caplog.messages
+        assert line.startswith(f"request {id}: POST {CHAT} 200 in ")
+        with caplog.at_level(logging.DEBUG, "minisgl"):
+            await client.get("/health")
+            await until(lambda: ": GET /health 200 in " in caplog.text)
 
 
 async def test_a_probe_while_loading_leaves_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -327,5 +338,6 @@ async def test_a_probe_while_loading_leaves_no_log_line(caplog: pytest.LogCaptur
             assert caplog.messages == []
             answer = await client.post(CHAT, json={})
             assert answer.status_code == 503
-    id = answer.headers["x-request-id"]
-    assert caplog.messages == [f"request {id}: 503 The model is still loading."]
+    [line] = caplog.messages
+    assert line.startswith(f"request {answer.headers['x-request-id']}: POST {CHAT} 503 in ")
+    assert line.endswith(": The model is still loading.")

@@ -107,9 +107,14 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
         "minisgl_inter_token_seconds_count 19.0",
     ):
         assert line in metrics
-    # The one request that was refused has a line; the answered one and the probes have none.
-    [line] = [line[9:] for line in log.splitlines() if " request " in line]
-    assert re.fullmatch(r"INFO request \w+: 401 invalid_api_key", line)
+    # A line for each request but the probes: with a date, and for the refusal with path and client.
+    date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}"
+    lines = [line for line in log.splitlines() if " request " in line]
+    assert all(re.match(rf"{date} INFO request \w+: \w+ /v1/", line) for line in lines)
+    [line] = [line for line in lines if " 401 " in line]
+    assert re.search(r": \w+ /v1/\S+ 401 in \S+ s client=127\.0\.0\.1: invalid_api_key$", line)
+    [line] = [line for line in lines if f"POST {CHAT} 200 " in line]
+    assert f" prompt_tokens={num_prompt} cached_tokens=0 output_tokens=20 queue_s=" in line
 
 
 # -- the end of the engine and of the process -----------------------------------------------------

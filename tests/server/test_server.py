@@ -302,6 +302,7 @@ async def test_an_error_in_mid_stream_is_an_error_event(
     assert body["type"] == "internal_error"
     assert "secret" not in body["message"]
     assert not engine.running
+    await until(lambda: bool(caplog.messages))
     [line] = caplog.messages
     assert type(error).__name__ in line or str(error) in line
     assert "secret" not in caplog.text

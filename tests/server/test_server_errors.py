@@ -16,6 +16,7 @@ import openai
 import pytest
 from support.fake_engine import FakeEngine
 from support.serving import Served, served
+from support.waiting import wait_until
 
 from minisgl.server.http.bodies import MAX_BODY_BYTES, MAX_VALUES
 
@@ -401,7 +402,8 @@ def break_encoding(scripted: Served[FakeEngine]) -> None:
 
 
 def logged_error(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    """The only one; it is written before the answer is sent."""
+    """The only one; it is written once the answer has been sent."""
+    wait_until(lambda: any(record.levelno >= logging.ERROR for record in caplog.records))
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     return record
 

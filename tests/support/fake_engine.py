@@ -135,6 +135,7 @@ class FakeStream:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
         self._engine = engine
         self._items: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
         self.task = asyncio.ensure_future(self._produce())

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from pexpect.fdpexpect import fdspawn
 from support.forked_ranks import fork_server
+from support.processes import PIPE_BYTES
 
 from minisgl_cli.start import main
 
@@ -133,6 +134,7 @@ class Session(Running):
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         said, told = os.pipe()
+        fcntl.fcntl(told, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         given, files = environment or os.environ, [nothing, told, told]
         super().__init__(prepared(main, arguments, given, None, files, lead=os.setsid), files)
         self.stdout, self.stderr = None, os.fdopen(said)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine
 from support.ports import free_port
-from support.processes import check_running
+from support.processes import PIPE_BYTES, check_running
 from support.quick_server import QuickServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -74,7 +74,11 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 @contextlib.contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pipesize=PIPE_BYTES,
     )
     try:
         yield process
@@ -158,7 +162,11 @@ def serve(model: Path, port: int, *options: str) -> list[str]:
 def session(*command: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own."""
     process = subprocess.Popen(
-        [sys.executable, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        pipesize=PIPE_BYTES,
     )
     try:
         yield process

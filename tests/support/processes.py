@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from minisgl.ranks.processes.remote_ranks import RemoteRanks
 
-PIPE_BYTES = 1 << 16  # as much as a pipe holds
+PIPE_BYTES = 1 << 20  # of a pipe for a log that nobody reads until its process has ended
 
 
 def pids_of(ranks: RemoteRanks) -> dict[int, int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -101,6 +102,7 @@ class ScriptedStream:
         self.matcher = constraints[0] if constraints else None
         self.adapters = names_of(extras)
         self.aborted = False
+        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
         self._engine = engine
         self._answer = answer
         make: Any = Detokenizer

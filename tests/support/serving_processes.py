@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support.ports import free_port
+from support.processes import PIPE_BYTES
 
 
 @contextlib.contextmanager
@@ -20,6 +21,7 @@ def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
+        pipesize=PIPE_BYTES,
     )
     try:
         yield process

@@ -18,7 +18,7 @@ from minisgl.engine.stream import OutputStream
 from minisgl.engine.turns import Turn
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.answers.reply import Reply, ReplyChoice
-from minisgl.server.http.access_log import log_failure
+from minisgl.server.http.access_log import BEGAN, note, note_failure
 from minisgl.server.http.leaving import until_left
 
 if TYPE_CHECKING:  # it imports torch
@@ -79,6 +79,24 @@ class ReplyResponse(ABC):
                 watching.cancel()
             for stream in streams:
                 stream.abort()
+            if streams:
+                self._note_work(streams)
+
+    def _note_work(self, streams: Sequence[OutputStream]) -> None:
+        """Say in the log how many tokens were read and written, and how long it waited for them."""
+        choices, scope = self._reply.choices, self._scope
+        firsts = [choice for choice in choices if choice.job.k == 0]  # a prompt counts once
+        note(
+            scope,
+            prompt_tokens=sum(len(choice.job.prompt_token_ids) for choice in firsts),
+            cached_tokens=sum(choice.last.num_cached_tokens for choice in firsts),
+            output_tokens=sum(choice.last.num_output_tokens for choice in choices),
+        )
+        requests = [stream.request for stream in streams]
+        if waited := [r.admitted_s - r.submitted_s for r in requests if r.admitted_s is not None]:
+            note(scope, queue_s=round(max(waited), 4))
+        if came := [r.first_token_s for r in requests if r.first_token_s is not None]:
+            note(scope, first_token_s=round(min(came) - scope["state"][BEGAN], 4))
 
     async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
         """Abort the requests when the client disconnects, which ends their streams."""
@@ -130,7 +148,7 @@ class StreamedResponse(ReplyResponse):
             if self._left:
                 raise
             # The status has been sent, so the error is an event.
-            log_failure(self._scope, 200, error)
+            note_failure(self._scope, error)
             last = self._reply.failure_events(error)
         await send({"type": "http.response.body", "body": last})
 

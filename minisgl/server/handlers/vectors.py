@@ -9,7 +9,7 @@ import time
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from msgspec import UNSET, Raw
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from minisgl.errors import ContextLengthError
 from minisgl.server.apis.vectors import answer_types
 from minisgl.server.apis.vectors.answer_types import EmbeddingItem, PromptUsage
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
+from minisgl.server.http.access_log import note
 from minisgl.server.http.encoding import encode, json_response
 from minisgl.server.http.request_ids import reply_id
 from minisgl.server.service import Asked, Service
@@ -37,7 +38,7 @@ async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Respon
     answer = answer_types.EmbeddingList(
         data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
         model=asked.model,
-        usage=_usage(found),
+        usage=_usage(asked, found),
     )
     return json_response(answer)
 
@@ -52,7 +53,7 @@ async def rerank(
     order = sorted(range(len(texts)), key=lambda index: -found[index].score)
     # Jina returns the documents unless it is asked not to, the second version of Cohere none.
     with_texts = body.return_documents or (body.return_documents is None and version == "1")
-    usage = _usage(found)
+    usage = _usage(asked, found)
     answer = answer_types.RankedList(
         id=f"rerank-{reply_id(asked.scope)}",
         model=asked.model,
@@ -89,7 +90,7 @@ async def score(service: Service, asked: Asked[ScoreRequest]) -> Response:
             answer_types.ScoreItem(index=index, score=each.score)
             for index, each in enumerate(found)
         ],
-        usage=_usage(found),
+        usage=_usage(asked, found),
     )
     return json_response(answer)
 
@@ -120,6 +121,8 @@ async def _encoded_items(found: Sequence[Embedding], *, in_base64: bool) -> list
     return cast("list[EmbeddingItem]", items)
 
 
-def _usage(found: Sequence[Embedding] | Sequence[Score]) -> PromptUsage:
+def _usage(asked: Asked[Any], found: Sequence[Embedding] | Sequence[Score]) -> PromptUsage:
+    """The usage, which the log tells, too."""
     num_tokens = sum(each.num_prompt_tokens for each in found)
+    note(asked.scope, prompt_tokens=num_tokens)
     return PromptUsage(num_tokens, num_tokens)

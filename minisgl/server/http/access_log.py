@@ -1,7 +1,8 @@
-"""Counts and logs HTTP requests: ids, statuses and times, never prompts or answers.
+"""Counts HTTP requests, and writes one record of each into the log when it ends.
 
-Messages to clients quote what they sent. They are not logged, and neither is the text of an
-unexpected error, which may contain a piece of a prompt.
+A record has ids, counts, statuses and times, never prompts, answers or keys. Messages to clients
+quote what they sent. They are not logged, and neither is the text of an unexpected error, which may
+contain a piece of a prompt.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Set
+from collections.abc import Awaitable, Iterable, Set
 from typing import NamedTuple
 
-from starlette.routing import Route
+from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
 from minisgl.server.http.error_bodies import error_response
-from minisgl.server.http.paths import status_of
+from minisgl.server.http.paths import is_open, route_path
 from minisgl.server.http.request_ids import request_id
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 LEFT = "left"  # in the state of a scope: that it did
 UNROUTED = "other"  # an unknown path, or refused before routing; the path itself would be free text
+BEGAN = "began"  # in the state of a scope: when its request came, by the monotonic clock
+FIELDS = "log_fields"  # in the state of a scope: what `note` was given
+FAILURE = "failure"  # in the state of a scope: the level and the reason of `note_failure`
 
 BRACKETS = str.maketrans({"[": ".", "]": None})  # of input[2].content[0]
 
@@ -36,15 +40,29 @@ class Answered(NamedTuple):
     status: int
 
 
+class Patterns:
+    """The patterns of all paths that the log may show."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = {pattern: compile_path(pattern)[0] for pattern in patterns}
+
+    def match(self, path: str) -> str:
+        """The pattern of `path`, also of a request that was refused before routing."""
+        if path in self._patterns:
+            return path
+        matching = (name for name, regex in self._patterns.items() if regex.match(path))
+        return next(matching, UNROUTED)
+
+
 class Observe:
-    """Middleware that counts responses, and answers unexpected exceptions with a 500."""
+    """Middleware that counts and logs responses, and answers unexpected exceptions with a 500."""
 
     def __init__(self, app: ASGIApp, responses: Counter[Answered]) -> None:
         self._app = app
         self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
+        scope["state"][BEGAN] = time.monotonic()
         status: int | None = None
 
         # Called for each event of a stream, so not a coroutine of its own.
@@ -64,22 +82,14 @@ class Observe:
         try:
             await self._app(scope, receive, observed)
         except Exception as error:
-            log_failure(scope, status_of(scope, error), error)
+            note_failure(scope, error)
             if status is None:
                 await error_response(scope, error)(scope, receive, observed)
         finally:
             if status is None:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug(
-                    "request %s: %s %s %d in %.3f s",
-                    request_id(scope),
-                    scope["method"],
-                    _route(scope),
-                    status,
-                    time.monotonic() - began,
-                )
+            _log(scope, status)
 
 
 def _route(scope: Scope) -> str:
@@ -91,18 +101,44 @@ def _route(scope: Scope) -> str:
     return next((route.path for route in routes if route.endpoint == endpoint), UNROUTED)
 
 
-def log_failure(scope: Scope, status: int, error: Exception) -> None:
-    """Log one line about a request that failed, before or during its answer.
+def note(scope: Scope, **fields: str | int | float) -> None:
+    """Add fields to the record of a request: nothing that its client or an operator chose."""
+    scope["state"].setdefault(FIELDS, {}).update(fields)
 
-    `status` is the status that the client got: 200 if the answer had begun.
-    """
-    id = request_id(scope)
-    if not isinstance(error, MinisglError):
-        logger.error("request %s: %d %s", id, status, without_words(error))
+
+def note_failure(scope: Scope, error: Exception) -> None:
+    """Say in the record of a request why it failed, before or during its answer."""
+    if isinstance(error, MinisglError):
+        level = logging.INFO if error.http_status < 500 else logging.WARNING
+        reason = _reason(error, scope["app"].state.field_names)
+    else:
+        level, reason = logging.ERROR, without_words(error)
+    scope["state"][FAILURE] = level, reason
+
+
+def _log(scope: Scope, status: int) -> None:
+    """Write the record of a request that has ended with `status`, which is 200 for a stream that
+    failed after it had begun."""
+    state = scope["state"]
+    level, reason = state.get(FAILURE, (logging.DEBUG if is_open(scope) else logging.INFO, ""))
+    if not logger.isEnabledFor(level):
         return
-    level = logging.INFO if error.http_status < 500 else logging.WARNING
-    reason = _reason(error, scope["app"].state.field_names)
-    logger.log(level, "request %s: %d %s", id, status, reason)
+    if not reason and (status == CLIENT_LEFT or state.get(LEFT)):
+        reason = "the client left"
+    id, method = request_id(scope), scope["method"]
+    route = scope["app"].state.patterns.match(route_path(scope))
+    seconds = round(time.monotonic() - state[BEGAN], 4)
+    noted = dict(state.get(FIELDS, ()))
+    if client := scope.get("client"):  # which a Unix socket does not tell
+        noted = {"client": client[0], **noted}
+    fields = {"request_id": id, "method": method, "route": route, "status": status, **noted}
+    fields["total_s"] = seconds
+    if reason:
+        fields["reason"] = reason
+    said = "".join(f" {name}={value}" for name, value in noted.items())
+    said += f": {reason}" if reason else ""
+    line = f"request {id}: {method} {route} {status} in {seconds:.3f} s{said}"
+    logger.log(level, "%s", line, extra={"fields": fields})
 
 
 def _reason(error: MinisglError, field_names: Set[str]) -> str:

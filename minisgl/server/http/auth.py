@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from starlette.types import Scope
 
+from minisgl.server.http.access_log import note
 from minisgl.server.http.faults import HTTPError
 from minisgl.server.http.paths import is_open
 
@@ -41,7 +42,9 @@ class Keys:
             message = "The API key is missing or wrong."
             raise HTTPError(401, message, "invalid_api_key", {"www-authenticate": "Bearer"})
         if len(found) > 1:
-            scope["state"][CLIENT] = self._clients[found.index(True)]
+            index = found.index(True)
+            scope["state"][CLIENT] = self._clients[index]
+            note(scope, key=index + 1)
 
 
 def check_admin(scope: Scope, key: str) -> None:

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, MinisglError
-from minisgl.server.http.access_log import log_failure
+from minisgl.server.http.access_log import note_failure
 from minisgl.server.http.error_bodies import error_response
-from minisgl.server.http.paths import is_open, status_of
+from minisgl.server.http.paths import is_open
 
 KEY = "fault"  # in the state of a scope
 
@@ -51,7 +51,7 @@ def checked(app: ASGIApp, checks: Sequence[Callable[[Scope], None]]) -> ASGIApp:
             for check in checks:
                 check(scope)
         except HTTPError as fault:
-            log_failure(scope, fault.http_status, fault)
+            note_failure(scope, fault)
             answering = error_response(scope, fault, fault.headers)
         await answering(scope, receive, send)
 
@@ -61,10 +61,9 @@ def checked(app: ASGIApp, checks: Sequence[Callable[[Scope], None]]) -> ASGIApp:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer a MinisglError. Observe answers unexpected exceptions."""
     assert isinstance(error, MinisglError)
-    # Do not log probes that ask while the model loads.
+    # Probes that ask while the model loads have not failed.
     if not is_open(request.scope):
-        status = status_of(request.scope, error)
-        log_failure(request.scope, status, error)
+        note_failure(request.scope, error)
     headers = {"retry-after": "1"} if error.http_status == 429 else None
     return error_response(request.scope, error, headers)
 
@@ -79,7 +78,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
         fault = HTTPError(405, f"{here} is not allowed.", "method_not_allowed")
     else:
         fault = HTTPError(error.status_code, error.detail, "http_error")
-    log_failure(request.scope, error.status_code, fault)
+    note_failure(request.scope, fault)
     return error_response(request.scope, fault, error.headers)
 
 
