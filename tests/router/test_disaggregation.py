@@ -86,7 +86,8 @@ async def counted(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
 def ranks_of(folder: Path, replica: int) -> list[int]:
     """The processes of a replica's ranks; none while it is not running."""
     children = children_of(folder)
-    own = [pid for pid, part in children.items() if part[-2:] == ["replica-process", str(replica)]]
+    name = str(replica)
+    own = [pid for pid, part in children.items() if "replica-process" in part and part[-1] == name]
     others = [
         pid
         for pid, part in children.items()
