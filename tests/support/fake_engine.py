@@ -329,7 +329,6 @@ class FakeEngine:
         self.repeat = repeat  # of each token's text
         self.dies_at = dies_at
         self.ends_after = ends_after
-        self.config = SimpleNamespace(device="cpu")
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.vectors = FakeVectors(self, task)
         self.adapters = FakeAdapters((name, FakeAdapter(name)) for name in adapters)
