@@ -301,7 +301,6 @@ class FakeWeights:
 
 
 class FakeEngine:
-    config = SimpleNamespace(num_ranks=2, device="cpu")
     model_name = "fake"
     vocab_size = VOCAB_SIZE
     tokenizer = FakeTokenizer()
@@ -329,6 +328,7 @@ class FakeEngine:
         self.repeat = repeat  # of each token's text
         self.dies_at = dies_at
         self.ends_after = ends_after
+        self.config = SimpleNamespace(num_ranks=2, device="cpu")
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.vectors = FakeVectors(self, task)
         self.adapters = FakeAdapters((name, FakeAdapter(name)) for name in adapters)
