@@ -21,9 +21,9 @@ from minisgl.kernels.moe.dense_experts import DenseExperts
 from minisgl.kernels.tuning import ManyTiles, tuning_of
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
+from minisgl.models.around import AroundDecoder
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.decoder import Decoder, Taps
-from minisgl.models.towers.around import AroundDecoder
 from minisgl.models.transformer import CausalLM
 
 PAIRS_PER_EXPERT = 48  # that the tiles of experts are made for, whatever their number

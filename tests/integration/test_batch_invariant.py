@@ -15,8 +15,8 @@ from support.resolving import GPU, resolved
 from minisgl import LLM, SamplingParams
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.models.around import AroundDecoder
 from minisgl.models.invariant import RowByRow
-from minisgl.models.towers.around import AroundDecoder
 from minisgl.runner.setup import read_setup
 
 NAMES = pytest.mark.parametrize("name", ["qwen3", "moe"])

@@ -20,8 +20,8 @@ from minisgl.attention.base import (
 from minisgl.attention.declaration import is_installed
 from minisgl.attention.state import LayerState
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.models.around import AroundDecoder
 from minisgl.models.decoder import Decoder, Taps
-from minisgl.models.towers.around import AroundDecoder
 
 
 class BothWaysModel(AroundDecoder):

@@ -14,8 +14,8 @@ from torch import Tensor
 from minisgl.attention.base import Attention, ForwardBatch
 from minisgl.attention.state import LayerState
 from minisgl.kernels.residual import Residual, joined
+from minisgl.models.around import AroundDecoder
 from minisgl.models.decoder import Taps
-from minisgl.models.towers.around import AroundDecoder
 from minisgl.models.transformer import CausalLM
 
 
