@@ -61,9 +61,11 @@ class Tower:
 
         Queues its work on the current stream. Raises whatever the code of transformers raises.
         """
-        given = {name: self._sent(inputs[name]) for name in self._takes & inputs.keys()}
-        if GRID in given:
-            given |= derive(self.module.visual, inputs[GRID], self._device)
+        names = self._takes & inputs.keys()
+        given: dict[str, Tensor] = {}
+        if GRID in names:
+            given = derive(self.module.visual, inputs[GRID], self._device)
+        given |= {name: self._sent(inputs[name]) for name in names - given.keys()}
         found = self._features(**given, return_dict=True)
         deep = getattr(found, "deepstack_features", None) or ()
         sides = [_joined(each) for each in (found.pooler_output, *deep)]
