@@ -7,15 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import (
-    Any,
-    Literal,
-    Protocol,
-    TypeAlias,
-    TypedDict,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, get_origin, get_type_hints
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.options import option_names
@@ -143,8 +135,8 @@ class KeywordError(ConfigError):
 
 
 SPECS = {spec.name: spec for spec in fields(EngineConfig)}
-# The fields by all their spellings on the command line, and in Python.
 _LISTS = {name for name, hint in get_type_hints(EngineConfig).items() if get_origin(hint) is tuple}
+# The fields by all their spellings on the command line, and in Python.
 SPELLINGS = {spelling: name for name, spec in SPECS.items() for spelling in option_names(spec)}
 KEYWORDS = {spelling[2:].replace("-", "_"): name for spelling, name in SPELLINGS.items()}
 
