@@ -177,7 +177,8 @@ async def test_a_request_waits_in_the_queue_until_it_has_a_slot() -> None:
         assert before.last_token_s <= each.admitted_s <= each.first_token_s
 
 
-async def test_a_retraction_does_not_count_as_the_queue_again() -> None:
+async def of_retracted() -> tuple[list[Request], EngineStats]:
+    """Six requests of 60 tokens, of which some went back to the queue."""
     async with engine_on(
         ScriptedRunner(page_size=4), num_pages=20, schedule_conservativeness=0.1
     ) as engine:
@@ -185,22 +186,20 @@ async def test_a_retraction_does_not_count_as_the_queue_again() -> None:
         await asyncio.gather(*map(deltas_of, streams))
         stats = engine.stats()
     assert stats.counters.num_retractions > 0
-    times = [stream.request for stream in streams]
+    return [stream.request for stream in streams], stats
+
+
+async def test_a_retraction_does_not_count_as_the_queue_again() -> None:
+    requests, stats = await of_retracted()
     assert stats.totals.queue_s.count == 6
-    assert max(each.admitted_s for each in times) <= min(each.first_token_s for each in times)
+    assert max(each.admitted_s for each in requests) <= min(each.first_token_s for each in requests)
 
 
 async def test_inter_token_times_include_those_around_a_retraction() -> None:
-    async with engine_on(
-        ScriptedRunner(page_size=4), num_pages=20, schedule_conservativeness=0.1
-    ) as engine:
-        streams = [engine.submit([i, 1, 2], params(60, ignore_eos=True)) for i in range(6)]
-        await asyncio.gather(*map(deltas_of, streams))
-        stats = engine.stats()
-    assert stats.counters.num_retractions > 0
+    requests, stats = await of_retracted()
     assert stats.totals.ttft_s.count == 6
     assert stats.totals.itl_s.count == 6 * 59
-    spans = sum(stream.request.last_token_s - stream.request.submitted_s for stream in streams)
+    spans = sum(each.last_token_s - each.submitted_s for each in requests)
     assert stats.totals.ttft_s.sum + stats.totals.itl_s.sum == pytest.approx(spans)
 
 
