@@ -90,8 +90,8 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
 
 
 async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
-    """The longest times between the tokens of a stream: alone, while adapters are read, and while
-    they are copied to the device, for which requests wait."""
+    """The longest times between the tokens of a stream: alone, while adapters are read, while they
+    are copied to the device, for which requests wait, and beside such requests once they are."""
     for number in range(arguments.loads):
         write_adapter(arguments.model, folder / str(number), arguments.rank, number)
     config = EngineConfig(
@@ -139,6 +139,7 @@ async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
         await tell("alone", stepped(500))
         await tell("read", read())
         await tell("copied", copy())
+        await tell("held", copy())
         watching.cancel()
         for stream in streams:
             stream.abort()
