@@ -356,6 +356,7 @@ class _RunnerMaker:
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
             computation.tables.order.rank,
+            computation.tables.order.rank_of,
             self.adapters,
             self.images,
             self.routed,
