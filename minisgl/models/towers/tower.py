@@ -18,7 +18,7 @@ from minisgl.images.picture import BFLOAT16
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
-from minisgl.models.filling import fill_from_files
+from minisgl.models.filling import Places, fill_from_files
 from minisgl.models.hub import safetensors_files
 from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
@@ -42,9 +42,15 @@ _DTYPES = {
 class Tower:
     """Makes the rows of images, each by itself."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """module: a model of transformers without its text part."""
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Places | None = None,
+    ) -> None:
+        """module: a model of transformers without its text part. places: of its weights."""
+        self.module, self.places = module, places
         self._dtype, self._device = dtype, device
         features: Any = module.get_image_features
         self._features = features
@@ -114,9 +120,6 @@ def load_tower(
     """Build the tower on `device`, and fill it from the files of a checkpoint. Blocks. Raises
     CheckpointError if a tensor is missing, or is another one than the tower has."""
     module, name_of = _skeleton(sight, dtype, device)
-    if load_format == "dummy":
-        fill_randomly(module, device, DUMMY_SEED)
-        return Tower(module, dtype, device)
     to = Destinations(
         targets={
             name.removeprefix("."): target  # of the model itself
@@ -126,9 +129,12 @@ def load_tower(
         scheme=None,
         is_left_out=lambda name: name.startswith((*(f"{each}." for each in _TEXT), _HEAD)),
     )
-    names = Names(name_of, is_quantizable)
-    fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
-    return Tower(module, dtype, device)
+    places = Places(to, Names(name_of, is_quantizable))
+    if load_format == "dummy":
+        fill_randomly(module, device, DUMMY_SEED)
+    else:
+        fill_from_files(*places, safetensors_files(folder), lambda done, total: None)
+    return Tower(module, dtype, device, places)
 
 
 def check_weights(sight: Sight, folder: Path) -> None:

@@ -16,6 +16,7 @@ from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import DeviceMemoryError, in_one_line
 from minisgl.models.decoder import Decoder
+from minisgl.models.filling import Places
 from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs, most_pieces
 from minisgl.models.towers.seeing import SeeingModel
@@ -87,6 +88,11 @@ class DeviceImages:
         # reached, and, or why it failed, for `landed`, which another thread calls.
         self._marks: dict[int, CopyMark] = {}
         self._to_report: dict[int, CopyMark | str] = {}
+
+    @property
+    def tower_places(self) -> Places | None:
+        """Of the tower's weights, which an update may change."""
+        return None if self._tower is None else self._tower.places
 
     def open(self, plan: ImagePlan, is_own: Callable[[int], bool]) -> None:
         """Let a step read the rows of images, once they are there, and let it count as its plan
