@@ -39,6 +39,7 @@ from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request
 
 FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
+BY_REQUEST = {"tp": 2, "dp_attention": True}
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 
@@ -60,6 +61,8 @@ def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str
     [
         *((each, {"tp": 2}) for each in (QWEN, QWEN_3_VL)),
         *((each, {"pp": 2}) for each in (QWEN, QWEN_3_VL, GEMMA_4)),
+        *((each, BY_REQUEST) for each in (QWEN_3_VL, GEMMA_4)),
+        (QWEN, {**BY_REQUEST, "padded": 8}),
     ],
     ids=str,
 )
