@@ -224,8 +224,10 @@ def test_inputs_are_rounded_as_by_the_reference(
 
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [("llama", "awq"), ("hybrid", "ct-fp8-weights"), ("hybrid", "ct-int4"), ("hybrid", "awq")]
-    + [("hybrid", "nvfp4-modelopt")],
+    [
+        ("llama", "awq"),
+        *(("hybrid", format) for format in ("ct-fp8-weights", "ct-int4", "awq", "nvfp4-modelopt")),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None:
     case = engine_case(spec, format)
@@ -235,8 +237,13 @@ def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None
 
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [("odd", "ct-fp8-weights"), ("moe", "ct-int4-zeros-32"), ("hybrid", "ct-fp8-weights")]
-    + [("llama", "nvfp4-modelopt"), ("moe", "nvfp4")],
+    [
+        ("odd", "ct-fp8-weights"),
+        ("moe", "ct-int4-zeros-32"),
+        ("hybrid", "ct-fp8-weights"),
+        ("llama", "nvfp4-modelopt"),
+        ("moe", "nvfp4"),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> None:
     """Of the first, a rank's part is one and a half blocks."""

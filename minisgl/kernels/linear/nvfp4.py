@@ -89,7 +89,8 @@ def pack_scales(scale: Tensor) -> Tensor:
 
 def unpack_scales(packed: Tensor) -> Tensor:
     """The inverse of `pack_scales`, float32."""
-    codes = packed.mT.contiguous().view(torch.uint8).to(torch.int32)
+    places = torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
+    codes = (packed.mT[..., None] >> places & 255).flatten(-2)
     return torch.where(codes == 0, 0, codes + _MOVED << 20).view(torch.float32)
 
 
