@@ -165,7 +165,7 @@ REFUSED_TENSORS: list[tuple[dict[str, Tensor], str]] = [
     (pair() | {KEY.format("A"): A.log()}, "has NaN or infinities"),
     (pair() | {KEY.format("B"): B / 0}, "has NaN or infinities"),
     (pair() | {KEY.format("A"): A.to(torch.int8)}, "has the dtype I8"),
-    (pair() | {KEY.format("A"): A.to(torch.float8_e4m3fn)}, "has the dtype F8_E4M3; allowed: finite"),
+    (pair() | {KEY.format("A"): A.to(torch.float8_e4m3fn)}, "dtype F8_E4M3; allowed: finite"),
     (pair() | {KEY.format("A"): A[0].clone()}, r"has the shape \[6\]"),
     (pair() | {KEY.format("A"): A[:0].clone(), KEY.format("B"): B[:, :0].clone()}, r"\[0, 6\]"),
     (pair() | {"base_model.model.x.lora_magnitude_vector": B}, "DoRA are not supported"),
