@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
+from minisgl.interpreter import favour_steps
 from minisgl.request import Extra, Request, SamplingParams
 
 # Rows of a step, and how many adapters they have.
@@ -110,6 +111,7 @@ async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
             times.append(time.perf_counter())
 
     async with await AsyncEngine.start(config) as engine:
+        favour_steps()
         streams = [engine.submit([1 + row, 2, 3, 4], params) for row in range(32)]
         watching = asyncio.ensure_future(watch(streams[0]))
         print(f"{'':8} {'median ms':>10} {'longest ms':>11}")
@@ -160,6 +162,7 @@ async def tpots(
     )
     found: dict[tuple[int, int], float] = {}
     async with await AsyncEngine.start(config) as engine:
+        favour_steps()
         for rows, adapters in CASES:
             if adapters <= len(lora):
                 times = [

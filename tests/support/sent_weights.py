@@ -41,7 +41,7 @@ def run(
         asyncio.run(check(address))
 
 
-def check_sent(backend: str, device: str, **options: Any) -> None:
+def check_sent(backend: str, device: str, /, **options: Any) -> None:
     """An engine answers with what came as one that was loaded with it. device: the trainer's."""
     expected, told = answers_of(1, tuple(options.items())), infos()
 
@@ -63,7 +63,7 @@ def check_sent(backend: str, device: str, **options: Any) -> None:
     run(backend, options.get("tp", 1), check)
 
 
-def check_killed(backend: str, device: str, **options: Any) -> None:
+def check_killed(backend: str, device: str, /, **options: Any) -> None:
     """An engine whose trainer is killed while it sends says so until a whole update has come, also
     from the next trainer, and can be closed with a group whose trainer was killed."""
     expected, told = answers_of(1, tuple(options.items())), infos()
