@@ -23,6 +23,7 @@ from minisgl.server.handlers.generation import IGNORED_HEADER
 from minisgl.server.http.access_log import Answered, Observe, Patterns
 from minisgl.server.http.auth import Keys, check_admin
 from minisgl.server.http.bodies import BodyBudget, read_body
+from minisgl.server.http.deadlines import TimeLimit
 from minisgl.server.http.faults import HANDLERS, checked, raise_fault
 from minisgl.server.http.hosts import Hosts
 from minisgl.server.http.leaving import while_waited_for
@@ -114,10 +115,14 @@ def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
             check_admin(request.scope, service.state.config.admin_key)
         if endpoint.body is None:
             return await endpoint.handler(service, request)
+        limit = TimeLimit(request.scope, service.state.config.max_queue_seconds)
         async with while_waited_for(request) as watched:
             with endpoint.naming():
-                asked = await read(endpoint, endpoint.body, service.state, watched)
-                return await endpoint.handler(service, asked)
+                async with limit.held():
+                    asked = await read(endpoint, endpoint.body, service.state, watched)
+                limit.shorten(getattr(asked.body, "timeout", None))
+                async with limit.held():
+                    return await endpoint.handler(service, asked)
 
     return Route(path, answer, methods=[*by_method])
 

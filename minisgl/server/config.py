@@ -80,6 +80,11 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = server_option(
         (), "Name of the model in requests and answers; repeat for aliases."
     )
+    max_queue_seconds: float | None = server_option(
+        None,
+        "Seconds that a request may wait for its first step before it is refused (503); any time "
+        "if not given.",
+    )
     drain_timeout: float = server_option(
         30.0, "Seconds that running requests have to finish when the server stops."
     )
@@ -156,6 +161,8 @@ class ServerConfig:
             check_utf8("--served-model-name", name)
         if not 0 <= self.drain_timeout < math.inf:
             refuse(self, "drain_timeout", "allowed: 0 or more seconds")
+        if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < math.inf:
+            refuse(self, "max_queue_seconds", "allowed: more than 0 seconds")
         check_at_least(self, "response_store", 0)
         for origin in self.cors_origin:
             if origin != "*" and "://" not in origin:
