@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from msgspec import Struct
@@ -25,6 +26,7 @@ from minisgl.server.http.error_bodies import error_body, messages_error_body
 from minisgl.server.http.leaving import while_client_waits
 from minisgl.server.http.paths import is_of_messages, route_path
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, request_id
+from minisgl.server.http.tracing import span_of
 
 # At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
@@ -133,6 +135,8 @@ class Forward:
         async with limit.held():
             request = await read_request(scope, receive)
         limit.shorten(timeout_of(request.body))
+        if (span := span_of(scope)) is not None:
+            request = replace(request, headers=span.passed_on(request.headers))
         answer = ForwardedAnswer(scope, send)
         with suppress(ClientDisconnect):
             async with while_client_waits(receive):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from minisgl.server.http.hosts import Hosts
 from minisgl.server.http.leaving import while_waited_for
 from minisgl.server.http.paths import below_root, without_slash
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, with_id
+from minisgl.server.http.tracing import tracing_of
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
 
@@ -66,11 +68,12 @@ def application(
         checks.append(hosts.check)
     if config.api_key:
         checks.append(Keys(config.api_key).check)
+    tracing = tracing_of(os.environ)
     # What every request passes, outermost first: ids, counting, and who may ask.
     middleware = [
         Middleware(without_slash, pages=PAGES),
         Middleware(with_id),
-        Middleware(Observe, responses=responses),
+        Middleware(Observe, responses=responses, tracing=tracing),
         Middleware(checked, checks=checks),
     ]
     if config.cors_origin:
@@ -91,6 +94,7 @@ def application(
     app.state.field_names = FIELD_NAMES
     app.state.open_paths = OPEN_PATHS
     app.state.patterns = PATTERNS
+    app.state.tracing = tracing
     return app
 
 

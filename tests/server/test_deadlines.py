@@ -231,6 +231,21 @@ async def test_choices_that_wait_for_those_of_their_own_request_are_not_refused(
         assert len(answer["choices"]) == 3
 
 
+async def test_vectors_that_wait_too_long_for_their_first_step_are_refused() -> None:
+    options: dict[str, Any] = {"max_running_requests": 1, "server": {"max_queue_seconds": TURN}}
+    async with gated_server(task="embed", **options) as gated, client_of(gated) as http:
+        gated.runner.close_gate()
+        body = {"input": [[5, 6], [7, 8]]}  # of which one has a place, and the other waits for it
+        first = asyncio.ensure_future(http.post("/v1/embeddings", json=body))
+        await until(lambda: gated.engine.stats().num_running == 1)
+        refused = await http.post("/v1/embeddings", json=body)
+        assert error_of(refused)["code"] == "queue_timeout"
+        assert gated.engine.stats().num_queued == 1
+        first.cancel()  # this runner makes no vectors
+        await until(lambda: gated.engine.stats().num_queued == 0)
+        gated.runner.open()
+
+
 async def test_a_queue_that_is_stuck_refuses_through_the_router_once(tmp_path: Path) -> None:
     engines = [closed(), closed()]
     async with (

@@ -135,7 +135,9 @@ class FakeStream:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
+        self.request = SimpleNamespace(
+            id=request_id, submitted_s=None, admitted_s=None, first_token_s=None, finish_reason=None
+        )
         self._engine = engine
         self._items: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
         self._begun = asyncio.Event()

@@ -21,6 +21,7 @@ from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.http.access_log import BEGAN, note, note_failure
 from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.leaving import until_left
+from minisgl.server.http.tracing import span_of
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.engine import AsyncEngine
@@ -86,6 +87,8 @@ class ReplyResponse(ABC):
     def _note_work(self, streams: Sequence[OutputStream]) -> None:
         """Say in the log how many tokens were read and written, and how long it waited for them."""
         choices, scope = self._reply.choices, self._scope
+        if (span := span_of(scope)) is not None:
+            span.worked(self._reply.id, [stream.request for stream in streams])
         firsts = [choice for choice in choices if choice.job.k == 0]  # a prompt counts once
         note(
             scope,

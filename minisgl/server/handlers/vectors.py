@@ -24,6 +24,7 @@ from minisgl.server.http.access_log import note
 from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.encoding import encode, json_response
 from minisgl.server.http.request_ids import reply_id
+from minisgl.server.http.tracing import span_of
 from minisgl.server.service import Asked, Service
 
 
@@ -128,4 +129,6 @@ def _usage(asked: Asked[Any], found: Sequence[Embedding] | Sequence[Score]) -> P
     """The usage, which the log tells, too."""
     num_tokens = sum(each.num_prompt_tokens for each in found)
     note(asked.scope, prompt_tokens=num_tokens)
+    if (span := span_of(asked.scope)) is not None:
+        span.asked(asked.model)
     return PromptUsage(num_tokens, num_tokens)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +20,9 @@ from minisgl.errors import CallerError, ContextLengthError, MinisglError, withou
 from minisgl.server.http.error_bodies import error_response
 from minisgl.server.http.paths import is_open, route_path
 from minisgl.server.http.request_ids import request_id
+
+if TYPE_CHECKING:
+    from minisgl.server.http.spans import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +60,17 @@ class Patterns:
 class Observe:
     """Middleware that counts and logs responses, and answers unexpected exceptions with a 500."""
 
-    def __init__(self, app: ASGIApp, responses: Counter[Answered]) -> None:
+    def __init__(
+        self, app: ASGIApp, responses: Counter[Answered], tracing: Tracing | None = None
+    ) -> None:
+        """tracing: makes a span of each request; None: there are no spans."""
         self._app = app
         self._responses = responses
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][BEGAN] = time.monotonic()
+        span = None if self._tracing is None else self._tracing.begin(scope)
         status: int | None = None
 
         # Called for each event of a stream, so not a coroutine of its own.
@@ -90,6 +98,9 @@ class Observe:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
             _log(scope, status)
+            if span is not None:
+                state = scope["state"]
+                span.end(status, state.get(FIELDS, {}), state.get(FAILURE, (0, ""))[1])
 
 
 def _route(scope: Scope) -> str:
