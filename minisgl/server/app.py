@@ -21,7 +21,7 @@ from minisgl.server.endpoints import ENDPOINTS, WrongTaskError, endpoints_of
 from minisgl.server.engine_state import EngineState
 from minisgl.server.handlers import about
 from minisgl.server.handlers.generation import IGNORED_HEADER
-from minisgl.server.http.access_log import Answered, Observe, Patterns
+from minisgl.server.http.access_log import Answered, Observe, Patterns, Usage
 from minisgl.server.http.auth import Keys, check_admin
 from minisgl.server.http.bodies import BodyBudget, read_body
 from minisgl.server.http.deadlines import TimeLimit
@@ -58,10 +58,12 @@ def application(
     config: ServerConfig,
     responses: Counter[Answered],
     hosts: Hosts | None,
+    usage: dict[str, Usage] | None = None,
 ) -> Starlette:
     """An application whose errors are answered in the form of the API that was asked.
 
-    responses: counts them. With `hosts` it answers only requests addressed to one of them.
+    responses: counts them. usage: counts that of each key that has a name; None: another server
+    does. With `hosts` it answers only requests addressed to one of them.
     """
     checks = [raise_fault]
     if hosts is not None:
@@ -73,7 +75,7 @@ def application(
     middleware = [
         Middleware(without_slash, pages=PAGES),
         Middleware(with_id),
-        Middleware(Observe, responses=responses, tracing=tracing),
+        Middleware(Observe, responses=responses, usage=usage, tracing=tracing),
         Middleware(checked, checks=checks),
     ]
     if config.cors_origin:
@@ -106,7 +108,9 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     for each in endpoints_of(config):
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
-    return application([*pages, *routes], config, service.metrics.responses, hosts)
+    return application(
+        [*pages, *routes], config, service.metrics.responses, hosts, service.metrics.usage
+    )
 
 
 def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:

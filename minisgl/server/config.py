@@ -9,7 +9,7 @@ from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
-from minisgl.keys import check_key
+from minisgl.keys import check_key, check_named_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 server_option = partial(option, group="Server")
@@ -54,11 +54,13 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = server_option(
         (),
-        "Key that requests must send as bearer token; repeat for several clients.",
+        "Key that requests must send as bearer token, or 'NAME: KEY' to see its name in logs and "
+        "metrics; repeat for several clients.",
         secret=True,
     )
     api_key_file: str | None = server_option(
-        None, "File with more keys, one per line; lines that begin with # are comments."
+        None,
+        "File with more keys, each a line KEY or NAME: KEY; lines that begin with # are comments.",
     )
     admin_key: str = server_option(
         "",
@@ -152,7 +154,7 @@ class ServerConfig:
                     "--allowed-host", name, "allowed: a host name without scheme and port"
                 )
         for key in self.api_key:
-            check_key("--api-key", key)
+            check_named_key("--api-key", key)
         if self.admin_key:
             check_key("--admin-key", self.admin_key)
         if any(not name for name in self.served_model_name):

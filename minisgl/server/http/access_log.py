@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.routing import Route, compile_path
@@ -43,6 +44,15 @@ class Answered(NamedTuple):
     status: int
 
 
+@dataclass(slots=True)
+class Usage:
+    """What the requests with a key of one name have used that have ended."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
 class Patterns:
     """The patterns of all paths that the log may show."""
 
@@ -61,11 +71,18 @@ class Observe:
     """Middleware that counts and logs responses, and answers unexpected exceptions with a 500."""
 
     def __init__(
-        self, app: ASGIApp, responses: Counter[Answered], tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        responses: Counter[Answered],
+        usage: dict[str, Usage] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """tracing: makes a span of each request; None: there are no spans."""
+        """usage: counts that of each key that has a name; None: another server counts it. tracing:
+        makes a span of each request; None: there are no spans.
+        """
         self._app = app
         self._responses = responses
+        self._usage = usage
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +115,8 @@ class Observe:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
             _log(scope, status)
+            if self._usage is not None:
+                _count_usage(scope, self._usage)
             if span is not None:
                 state = scope["state"]
                 span.end(status, state.get(FIELDS, {}), state.get(FAILURE, (0, ""))[1])
@@ -113,7 +132,7 @@ def _route(scope: Scope) -> str:
 
 
 def note(scope: Scope, **fields: str | int | float) -> None:
-    """Add fields to the record of a request: nothing that its client or an operator chose."""
+    """Add fields to the record of a request: nothing that its client chose."""
     scope["state"].setdefault(FIELDS, {}).update(fields)
 
 
@@ -125,6 +144,16 @@ def note_failure(scope: Scope, error: Exception) -> None:
     else:
         level, reason = logging.ERROR, without_words(error)
     scope["state"][FAILURE] = level, reason
+
+
+def _count_usage(scope: Scope, usage: dict[str, Usage]) -> None:
+    noted = scope["state"].get(FIELDS, {})
+    name = noted.get("key")
+    if isinstance(name, str):  # others are numbers
+        of_key = usage.setdefault(name, Usage())
+        of_key.num_requests += 1
+        of_key.num_prompt_tokens += noted.get("prompt_tokens", 0)
+        of_key.num_output_tokens += noted.get("output_tokens", 0)
 
 
 def _log(scope: Scope, status: int) -> None:
