@@ -22,6 +22,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENDPOINTS = (ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP = "http/protobuf"
+PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 SPAN = "span"  # in the state of a scope
 
 
@@ -41,7 +42,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
         from minisgl.server.http.spans import Tracing
     except ImportError:
         logger.warning(
-            "%s is set, but there are no spans without: pip install 'minisgl[otel]'", named
+            "%s is set, but there are no spans without: pip install %s", named, " ".join(PACKAGES)
         )
         return None
     return Tracing(environment)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from typing import Any
 
 import pytest
 
-from minisgl.ranks.processes.rank_log import begin_log, own_form, text_form
-from minisgl_cli.logs import set_up_logging
+from minisgl.ranks.processes import worker
+from minisgl.ranks.processes.rank_log import LogForm, begin_log, own_form, text_form
+from minisgl_cli.logs import JSONFormatter, set_up_logging
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -43,3 +45,20 @@ def test_ranks_of_a_program_write_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_form() is text_form
     record = logging.makeLogRecord({"msg": "It is late"})
     assert text_form("rank 1").format(record) == "rank 1: It is late"
+
+
+def test_a_rank_has_the_form_of_the_process_that_has_made_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[tuple[int, LogForm]] = []
+    ended: list[BaseException] = []
+    monkeypatch.setattr(worker, "begin_log", lambda *given: begun.append(given))
+    monkeypatch.setattr(worker, "exit_with", lambda _, error: ended.append(error))
+    monkeypatch.setattr(worker, "_beat", lambda _: None)
+    set_up_logging(form="json")
+    nothing: Any = None  # with which a rank fails
+    spec = worker.RankSpec(2, nothing, nothing)
+    worker.run_rank(spec, nothing)
+    [(rank, form)] = begun
+    assert rank == 2 and isinstance(form("rank 2"), JSONFormatter)
+    assert len(ended) == 1
