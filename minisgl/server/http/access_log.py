@@ -21,6 +21,7 @@ from minisgl.errors import CallerError, ContextLengthError, MinisglError, withou
 from minisgl.server.http.error_bodies import error_response
 from minisgl.server.http.paths import is_open, route_path
 from minisgl.server.http.request_ids import request_id
+from minisgl.server.http.tracing import SPAN
 
 if TYPE_CHECKING:
     from minisgl.server.http.spans import Tracing
@@ -87,7 +88,9 @@ class Observe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][BEGAN] = time.monotonic()
-        span = None if self._tracing is None else self._tracing.begin(scope)
+        span = None
+        if self._tracing is not None:
+            span = scope["state"][SPAN] = self._tracing.begin(scope)
         status: int | None = None
 
         # Called for each event of a stream, so not a coroutine of its own.

@@ -22,7 +22,6 @@ from starlette.types import Scope
 from minisgl.request import Request, SamplingParams
 from minisgl.server.http.paths import is_open, route_path
 from minisgl.server.http.request_ids import request_id
-from minisgl.server.http.tracing import SPAN
 
 PROVIDER = "minisgl"
 MAX_TOLD = 16  # answers of a request that have spans of their own
@@ -94,7 +93,6 @@ class RequestSpan:
             },
         )
         self._context = set_span_in_context(self._span)
-        scope["state"][SPAN] = self
 
     def asked(self, model: str, params: SamplingParams | None = None, num_choices: int = 1) -> None:
         """Tell what is asked for. model: its name, which the server knows."""

@@ -22,7 +22,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENDPOINTS = (ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP = "http/protobuf"
-PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+PACKAGE = "opentelemetry-exporter-otlp-proto-http"  # which needs all others
 SPAN = "span"  # in the state of a scope
 
 
@@ -41,9 +41,7 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
     try:
         from minisgl.server.http.spans import Tracing
     except ImportError:
-        logger.warning(
-            "%s is set, but there are no spans without: pip install %s", named, " ".join(PACKAGES)
-        )
+        logger.warning("%s is set, but spans need a package: pip install %s", named, PACKAGE)
         return None
     return Tracing(environment)
 
