@@ -17,10 +17,15 @@ class PrintableFormatter(logging.Formatter):
 
     def __init__(self, name: str) -> None:
         """name: of this process; empty for the only one."""
+        self._name = name
         process = f"{name}: " if name else ""
         super().__init__(
             f"%(asctime)s %(levelname)s {process}%(message)s", datefmt="%Y-%m-%d %H:%M:%S%z"
         )
+
+    def of_process(self, name: str) -> PrintableFormatter:
+        """That of a process which this one has started."""
+        return PrintableFormatter(_joined(self._name, name))
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -37,6 +42,10 @@ class JSONFormatter(logging.Formatter):
         super().__init__()
         self._name = name
 
+    def of_process(self, name: str) -> JSONFormatter:
+        """That of a process which this one has started."""
+        return JSONFormatter(_joined(self._name, name))
+
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).astimezone()
         line = {
@@ -50,6 +59,10 @@ class JSONFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+def _joined(*names: str) -> str:
+    return ", ".join(name for name in names if name)
 
 
 def set_up_logging(

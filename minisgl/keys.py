@@ -18,6 +18,8 @@ VARIABLE = "MINISGL_API_KEY"
 FILE_OPTION = "--api-key-file"
 MAX_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 8192
+MARK = ": "  # between the name of a key and the key, which has no space
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ def keys_of_environment() -> list[str]:
 
 
 def keys_of_file(path: str) -> list[str]:
-    """The keys in a file: one a line, # begins a comment. Raises ConfigError."""
+    """The keys in a file, some perhaps with names: one a line, # begins a comment. Raises
+    ConfigError."""
     return _checked(FILE_OPTION, _lines(path))
 
 
@@ -44,26 +47,45 @@ def check_key(source: str, key: str) -> None:
         raise ConfigError(source, HIDDEN, allowed)
 
 
+def named_key(given: str) -> tuple[str, str]:
+    """The name, empty if there is none, and the key of KEY or NAME: KEY."""
+    name, _, key = given.rpartition(MARK)
+    return name, key
+
+
+def check_named_key(source: str, given: str) -> None:
+    """Raise ConfigError for a key as `check_key` does, and for a name that logs could not show."""
+    name, key = named_key(given)
+    if (name or key != given) and not NAME.fullmatch(name):
+        allowed = "allowed for a name: up to 64 letters, digits, dots, _ and -, a letter first"
+        raise ConfigError(source, HIDDEN, allowed)
+    check_key(source, key)
+
+
 def _checked(source: str, found: Iterable[str]) -> list[str]:
     keys = [key for key in found if key]
     if not keys:
         raise ConfigError(source, "(without a key)", "allowed: one or more keys")
     for key in keys:
-        check_key(source, key)
+        check_named_key(source, key)
     return keys
 
 
 def _lines(path: str) -> Iterator[str]:
-    """The key of each line; raises ConfigError where there is more in it than a key."""
+    """The key of each line, after its name if it has one; raises ConfigError where there is more
+    in it."""
     text = read_secret(FILE_OPTION, path, holds="the API keys", max_bytes=MAX_FILE_BYTES)
     for number, line in enumerate(text.splitlines(), 1):
         key, *rest = line.split() or [""]
         if key.startswith("#"):
             continue
+        name = ""
+        if key.endswith(":") and rest and not rest[0].startswith("#"):
+            name, (key, *rest) = key + " ", rest
         if rest and not rest[0].startswith("#"):
-            allowed = f"line {number} is more than one word; allowed: a key a line, # comments"
+            allowed = f"line {number} is more than one word; allowed: a key a line, or NAME: KEY"
             raise ConfigError(FILE_OPTION, path, allowed)
-        yield key
+        yield name + key
 
 
 def read_secret(option: str, path: str, *, holds: str, max_bytes: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.errors import ConfigError
-from minisgl.keys import MAX_FILE_BYTES, VARIABLE
+from minisgl.keys import MAX_FILE_BYTES, VARIABLE, named_key
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
 from minisgl_cli.chat.config import ChatConfig
@@ -96,3 +96,23 @@ def test_no_configuration_shows_its_key() -> None:
         repr(LoadConfig(url="http://x", api_key="secret")),
     ]
     assert not any("secret" in text for text in shown)
+
+
+def test_keys_may_have_names_of_which_the_client_sends_nothing(file: Path) -> None:
+    file.write_text("ada: one  # of Ada\nbob: two\nthree\nfour:\nfive: # no name\n")
+    given = ServerConfig(api_key=("one", "eve: six"), api_key_file=str(file))
+    keys = ("ada: one", "eve: six", "bob: two", "three", "four:", "five:")
+    assert with_all_keys(given).api_key == keys
+    assert [named_key(key) for key in keys[1:4]] == [("eve", "six"), ("bob", "two"), ("", "three")]
+    assert LoadConfig(url="http://x", api_key_file=str(file)).find_key() == "one"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1", "ä", "a/b", "a" * 65, "secret:"])
+def test_a_name_that_a_log_could_not_show_is_refused(file: Path, name: str) -> None:
+    message = r"\(not shown\): allowed for a name: up to 64 letters"
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(api_key=(f"{name}: secret",))
+    if name and " " not in name:
+        file.write_text(f"{name}: secret\n")
+        with pytest.raises(ConfigError, match=message):
+            with_all_keys(ServerConfig(api_key_file=str(file)))

@@ -8,7 +8,14 @@ from functools import partial
 from minisgl.client.address import check_address
 from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
-from minisgl.keys import FILE_OPTION, VARIABLE, check_key, keys_of_environment, keys_of_file
+from minisgl.keys import (
+    FILE_OPTION,
+    VARIABLE,
+    check_key,
+    keys_of_environment,
+    keys_of_file,
+    named_key,
+)
 
 remote_option = partial(option, group="Another server")
 
@@ -52,4 +59,4 @@ class RemoteConfig:
         """
         if self.api_key or not self.api_key_file:
             return self.api_key or next(iter(keys_of_environment()), "")
-        return keys_of_file(self.api_key_file)[0]
+        return named_key(keys_of_file(self.api_key_file)[0])[1]

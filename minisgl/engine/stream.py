@@ -53,6 +53,12 @@ class OutputStream:
         if self.request.error is not None:
             raise self.request.error.with_traceback(None)
 
+    async def wait_begun(self) -> None:
+        """Wait until there is output that the consumer has not seen, or until the end."""
+        if not self.changed:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
 

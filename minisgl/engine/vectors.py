@@ -34,6 +34,10 @@ _NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
 Made = TypeVar("Made")
 
 
+def ignored(_: Request) -> None:
+    """Do nothing with the first request."""
+
+
 NO_OPTIONS = EmbedOptions()
 AS_THE_CARD = RerankOptions()
 
@@ -83,10 +87,12 @@ class Vectors:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         extras: Sequence[Extra] = (),
+        submitted: Callable[[Request], None] = ignored,
     ) -> list[Embedding]:
         """The vectors of texts, or of token ids, which are taken as they are; in their order.
 
-        extras: what each asks of parts besides, such as `AsyncEngine.adapter`.
+        extras: what each asks of parts besides, such as `AsyncEngine.adapter`. submitted: called
+        with the first request.
         Raises as `AsyncEngine.submit` and `encode` do, after aborting the others.
         """
         check_task(self.task, "embed")
@@ -108,7 +114,9 @@ class Vectors:
             vector = self._vector(request, dimensions)
             return Embedding(vector, request.num_prompt_tokens, request.num_cached_tokens)
 
-        return await self._compute(prompts, pooling, embedding, cache_salt, tenant, extras)
+        return await self._compute(
+            prompts, pooling, embedding, cache_salt, tenant, extras, submitted
+        )
 
     async def rerank(
         self,
@@ -118,6 +126,7 @@ class Vectors:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         extras: Sequence[Extra] = (),
+        submitted: Callable[[Request], None] = ignored,
     ) -> list[Score]:
         """The scores of pairs of a query and a document, in their order; raises as `embed` does."""
         check_task(self.task, "rerank")
@@ -136,7 +145,7 @@ class Vectors:
         # If so, the others find their beginning cached.
         first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
         return await self._compute(
-            prompts, pooling, score, cache_salt, tenant, extras, first_alone=first_alone
+            prompts, pooling, score, cache_salt, tenant, extras, submitted, first_alone=first_alone
         )
 
     async def _compute(
@@ -147,6 +156,7 @@ class Vectors:
         cache_salt: str | None,
         tenant: Tenant,
         extras: Sequence[Extra],
+        submitted: Callable[[Request], None],
         *,
         first_alone: bool = False,
     ) -> list[Made]:
@@ -178,6 +188,8 @@ class Vectors:
                         extras=(wanted, *extras),
                     )
                 )
+                if prompt is prompts[0]:
+                    submitted(open_streams[0].request)
                 await turn.share()
             while open_streams:
                 await take()

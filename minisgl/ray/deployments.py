@@ -36,7 +36,7 @@ from minisgl.router.process import with_pages_shared
 from minisgl.router.replica import start_sharing
 from minisgl.server import with_all_keys
 from minisgl.server.answers.handover import Handover
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import JSON, ServerConfig
 from minisgl.server.engine_state import NotReadyError, base_names
 from minisgl.server.http.hosts import Hosts, allowed_names, is_loopback
 from minisgl.server.http.request_ids import HEADER
@@ -93,6 +93,7 @@ def build(
         max_ongoing_requests=MAX_OPEN,
         graceful_shutdown_timeout_s=server.drain_timeout,
         ray_actor_options={"num_cpus": 0},
+        **_logging(server),
     )
     return ingress.bind(engines, server, hosts)
 
@@ -124,6 +125,7 @@ def _engines(
             "request_router_kwargs": {"policy": router.router_policy},
         },
         **_scaling(number, options),
+        **_logging(server),
     )
     return engines.bind(engine, server, role, router.replicas)
 
@@ -146,6 +148,15 @@ def _scaling(number: int, options: RayConfig) -> dict[str, Any]:
     limits = {"min_replicas": number, "max_replicas": options.ray_max_replicas}
     target = {"target_ongoing_requests": options.ray_target_requests}
     return {"autoscaling_config": {**limits, **target}}
+
+
+def _logging(server: ServerConfig) -> dict[str, Any]:
+    """How Ray Serve writes the log of a deployment: as it is told to, unless the options of the
+    server say more."""
+    config = {} if server.log_level is None else {"log_level": server.log_level}
+    if server.log_format == JSON:
+        config["encoding"] = "JSON"
+    return {"logging_config": config} if config else {}
 
 
 def _pages_address(engine: EngineConfig) -> str:

@@ -13,15 +13,17 @@ from minisgl.router.route_keys import holder_of, route_key
 from minisgl.server.answers.handover import PREFILL, PREFILLED
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.bodies import read_bytes
-from minisgl.server.http.paths import route_path
+from minisgl.server.http.deadlines import HEADER as TIMEOUT
+from minisgl.server.http.paths import OVERLOADED, route_path
 from minisgl.server.http.request_ids import HEADER, request_id
 
+LEAST_S = 1e-6  # that a request may have left
 # Of one connection, not of the request or the answer; and what the router sets itself.
 HOP_HEADERS = frozenset(
     (
         *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"),
         *(b"proxy-connection", b"expect", b"content-length", HEADER.encode()),
-        *(PREFILL, PREFILLED),
+        *(TIMEOUT.encode(), PREFILL, PREFILLED),
     )
 )
 
@@ -47,6 +49,12 @@ class HTTPRequest:
 
     def with_header(self, name: bytes, value: bytes) -> HTTPRequest:
         return replace(self, headers=[*self.headers, (name, value)])
+
+    def within(self, seconds: float | None) -> HTTPRequest:
+        """The request, which may take so many seconds from now; None: any number."""
+        if seconds is None:
+            return self
+        return self.with_header(TIMEOUT.encode(), b"%.6f" % max(seconds, LEAST_S))
 
     def scope(self) -> Scope:
         """The request for an application of this process."""
@@ -81,6 +89,13 @@ class Head:
     status: int
     headers: Headers  # names in lower case
     is_stream: bool = False  # of events, in chunks
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether an engine may have refused what another one takes. A request that has waited too
+        long is told when to come again."""
+        has_waited = any(name == b"retry-after" for name, _ in self.headers)
+        return self.status in (503, OVERLOADED) and not has_waited
 
 
 async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from msgspec import Struct
@@ -19,16 +20,20 @@ from minisgl.router.exchange import HOP_HEADERS, EngineLostError, Head, HTTPRequ
 from minisgl.router.route_keys import RESPONSES
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.http.access_log import note_failure
+from minisgl.server.http.deadlines import DeadlineError, TimeLimit, timeout_of
 from minisgl.server.http.encoding import DONE, event, typed_event
 from minisgl.server.http.error_bodies import error_body, messages_error_body
 from minisgl.server.http.leaving import while_client_waits
 from minisgl.server.http.paths import is_of_messages, route_path
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, request_id
+from minisgl.server.http.tracing import span_of
 
 # At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
 MAX_NUMBER_BYTES = 64  # of such an end
 OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date", ANTHROPIC_HEADER.encode()}
+# After its deadline, until a request is given up whose engine does not say that it is late.
+LATE_S = 1.0
 # To send one request: one that ends its engine must not end all of them.
 MAX_ATTEMPTS = 3
 
@@ -126,21 +131,34 @@ class Forward:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._engines.check_ready()
-        request = await read_request(scope, receive)
+        limit = TimeLimit(scope)
+        async with limit.held():
+            request = await read_request(scope, receive)
+        limit.shorten(timeout_of(request.body))
+        if (span := span_of(scope)) is not None:
+            request = replace(request, headers=span.passed_on(request.headers))
+        answer = ForwardedAnswer(scope, send)
         with suppress(ClientDisconnect):
             async with while_client_waits(receive):
-                await self._answer(request, ForwardedAnswer(scope, send))
+                try:
+                    async with limit.held(LATE_S):
+                        error = await self._answer(request, limit, answer)
+                except DeadlineError as late:
+                    error = late
+                if error is not None:
+                    await answer.fail(error)
 
-    async def _answer(self, request: HTTPRequest, answer: ForwardedAnswer) -> None:
-        error: MinisglError = ReplicaLostError()
+    async def _answer(
+        self, request: HTTPRequest, limit: TimeLimit, answer: ForwardedAnswer
+    ) -> MinisglError | None:
+        """Returns why no engine has answered to the end; None: one has."""
         for _ in range(MAX_ATTEMPTS):
             try:
-                if await self._engines.answer(request, answer):
-                    return
+                if await self._engines.answer(request.within(limit.seconds_left), answer):
+                    return None
             except NotReadyError as not_ready:
-                error = not_ready
-                break
+                return not_ready
             except EngineLostError:
                 if answer.sent:
                     break
-        await answer.fail(error)
+        return ReplicaLostError()

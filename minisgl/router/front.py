@@ -22,6 +22,7 @@ from minisgl.router.training import FleetTraining
 from minisgl.server.config import ServerConfig
 from minisgl.server.http.connection import room_for_connections
 from minisgl.server.http.hosts import hosts_of
+from minisgl.server.http.tracing import end_tracing
 from minisgl.server.process import Server, bind, http_settings, new_event_loop
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class OwnFront:
         self.adapters = adapters if config.lora_root else None
         training = FleetTraining(self._fleet, config.admin_key, spec.num_ranks)
         self.training = training if config.trainer else None
-        app = create_router_app(
+        self._app = app = create_router_app(
             self._fleet,
             config,
             hosts_of(config, listener),
@@ -144,6 +145,7 @@ class OwnFront:
         finally:
             if gossip is not None:
                 gossip.close()
+            await end_tracing(self._app)
 
     def update(self, update: FleetUpdate) -> None:
         self._fleet.is_draining = update.is_draining

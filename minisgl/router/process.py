@@ -17,6 +17,7 @@ import msgspec
 
 from minisgl.config import EngineConfig, memory_bytes, usable_cores
 from minisgl.errors import ConfigError
+from minisgl.keys import named_key
 from minisgl.printable import counted
 from minisgl.router.config import RouterConfig
 from minisgl.router.exchange import EngineLostError
@@ -225,7 +226,7 @@ class RouterProcess:
 
 async def _task_of(peer: Peer, api_key: Sequence[str]) -> str:
     """What the model of a replica was loaded for; to generate, if it does not say."""
-    key = f"authorization: Bearer {api_key[0]}\r\n" if api_key else ""
+    key = f"authorization: Bearer {named_key(api_key[0])[1]}\r\n" if api_key else ""
     asked = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{key}\r\n"
     with contextlib.suppress(EngineLostError, TimeoutError, msgspec.DecodeError):
         async with asyncio.timeout(TASK_S):

@@ -15,7 +15,6 @@ from minisgl.router.upstream import END_OF_EVENT, Upstream
 from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
 from minisgl.server.http.access_log import note
 from minisgl.server.http.connection import ServerConnection
-from minisgl.server.http.paths import OVERLOADED
 
 KEY = "minisgl.connection"  # in the state of a scope
 # Codes of a replica that takes no requests: another one may. `queue_full` is that of /ready.
@@ -79,7 +78,7 @@ class Relay:
                 await _relay(upstream, head, answer, as_it_is=relays)
                 return True
             body = b"".join([piece async for piece in upstream.pieces()])
-            if head.status in (503, OVERLOADED) and code_of(body) in NOT_READY_CODES:
+            if head.is_refusal and code_of(body) in NOT_READY_CODES:
                 answer.refusal = head, body
                 return False
             if answer.has_begun:  # as a stream, by a replica that has ended

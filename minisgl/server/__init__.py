@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from minisgl.config import EngineConfig, with_torchrun
 from minisgl.errors import CallerError, ConfigError, MinisglError
-from minisgl.keys import keys_of_environment, keys_of_file
+from minisgl.keys import keys_of_environment, keys_of_file, named_key
 from minisgl.server.config import ADMIN_VARIABLE, ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ def _run_worker_node(config: EngineConfig) -> int:
 
 
 def with_all_keys(config: ServerConfig) -> ServerConfig:
-    """`config` with the keys of the environment and of its key file added, without duplicates.
+    """`config` with the keys of the environment and of its key file added, without duplicates, of
+    which one with a name stays.
 
     Raises ConfigError for a source without a key, and for loading adapters without the admin's.
     """
@@ -75,4 +76,9 @@ def with_all_keys(config: ServerConfig) -> ServerConfig:
         raise ConfigError("--trainer", True, reason)
     if keys and admin_key:
         keys.append(admin_key)
-    return replace(config, api_key=tuple(dict.fromkeys(keys)), admin_key=admin_key)
+    by_key: dict[str, str] = {}
+    for given in keys:
+        name, key = named_key(given)
+        if name or key not in by_key:
+            by_key[key] = given
+    return replace(config, api_key=tuple(by_key.values()), admin_key=admin_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,14 +21,16 @@ from minisgl.server.endpoints import ENDPOINTS, WrongTaskError, endpoints_of
 from minisgl.server.engine_state import EngineState
 from minisgl.server.handlers import about
 from minisgl.server.handlers.generation import IGNORED_HEADER
-from minisgl.server.http.access_log import Answered, Observe, Patterns
+from minisgl.server.http.access_log import Answered, Observe, Patterns, Usage
 from minisgl.server.http.auth import Keys, check_admin
 from minisgl.server.http.bodies import BodyBudget, read_body
+from minisgl.server.http.deadlines import TimeLimit
 from minisgl.server.http.faults import HANDLERS, checked, raise_fault
 from minisgl.server.http.hosts import Hosts
 from minisgl.server.http.leaving import while_waited_for
 from minisgl.server.http.paths import below_root, without_slash
 from minisgl.server.http.request_ids import ANTHROPIC_HEADER, HEADER, with_id
+from minisgl.server.http.tracing import tracing_of
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
 
@@ -55,21 +58,24 @@ def application(
     config: ServerConfig,
     responses: Counter[Answered],
     hosts: Hosts | None,
+    usage: dict[str, Usage] | None = None,
 ) -> Starlette:
     """An application whose errors are answered in the form of the API that was asked.
 
-    responses: counts them. With `hosts` it answers only requests addressed to one of them.
+    responses: counts them. usage: counts that of each key that has a name; None: another server
+    does. With `hosts` it answers only requests addressed to one of them.
     """
     checks = [raise_fault]
     if hosts is not None:
         checks.append(hosts.check)
     if config.api_key:
         checks.append(Keys(config.api_key).check)
+    tracing = tracing_of(os.environ)
     # What every request passes, outermost first: ids, counting, and who may ask.
     middleware = [
         Middleware(without_slash, pages=PAGES),
         Middleware(with_id),
-        Middleware(Observe, responses=responses),
+        Middleware(Observe, responses=responses, usage=usage, tracing=tracing),
         Middleware(checked, checks=checks),
     ]
     if config.cors_origin:
@@ -90,6 +96,7 @@ def application(
     app.state.field_names = FIELD_NAMES
     app.state.open_paths = OPEN_PATHS
     app.state.patterns = PATTERNS
+    app.state.tracing = tracing
     return app
 
 
@@ -101,7 +108,9 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     for each in endpoints_of(config):
         by_path.setdefault(each.path, []).append(each)
     routes = [route(path, endpoints, service) for path, endpoints in by_path.items()]
-    return application([*pages, *routes], config, service.metrics.responses, hosts)
+    return application(
+        [*pages, *routes], config, service.metrics.responses, hosts, service.metrics.usage
+    )
 
 
 def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
@@ -114,10 +123,14 @@ def route(path: str, endpoints: Sequence[Endpoint], service: Service) -> Route:
             check_admin(request.scope, service.state.config.admin_key)
         if endpoint.body is None:
             return await endpoint.handler(service, request)
+        limit = TimeLimit(request.scope, service.state.config.max_queue_seconds)
         async with while_waited_for(request) as watched:
             with endpoint.naming():
-                asked = await read(endpoint, endpoint.body, service.state, watched)
-                return await endpoint.handler(service, asked)
+                async with limit.held():
+                    asked = await read(endpoint, endpoint.body, service.state, watched)
+                limit.shorten(getattr(asked.body, "timeout", None))
+                async with limit.held():
+                    return await endpoint.handler(service, asked)
 
     return Route(path, answer, methods=[*by_method])
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError
-from minisgl.keys import check_key
+from minisgl.keys import check_key, check_named_key
 from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 server_option = partial(option, group="Server")
@@ -54,11 +54,13 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = server_option(
         (),
-        "Key that requests must send as bearer token; repeat for several clients.",
+        "Key that requests must send as bearer token, or 'NAME: KEY' to see its name in logs and "
+        "metrics; repeat for several clients.",
         secret=True,
     )
     api_key_file: str | None = server_option(
-        None, "File with more keys, one per line; lines that begin with # are comments."
+        None,
+        "File with more keys, each a line KEY or NAME: KEY; lines that begin with # are comments.",
     )
     admin_key: str = server_option(
         "",
@@ -79,6 +81,11 @@ class ServerConfig:
     )
     served_model_name: tuple[str, ...] = server_option(
         (), "Name of the model in requests and answers; repeat for aliases."
+    )
+    max_queue_seconds: float | None = server_option(
+        None,
+        "Seconds that a request may wait for its first step before it is refused (503); any time "
+        "if not given.",
     )
     drain_timeout: float = server_option(
         30.0, "Seconds that running requests have to finish when the server stops."
@@ -147,7 +154,7 @@ class ServerConfig:
                     "--allowed-host", name, "allowed: a host name without scheme and port"
                 )
         for key in self.api_key:
-            check_key("--api-key", key)
+            check_named_key("--api-key", key)
         if self.admin_key:
             check_key("--admin-key", self.admin_key)
         if any(not name for name in self.served_model_name):
@@ -156,6 +163,8 @@ class ServerConfig:
             check_utf8("--served-model-name", name)
         if not 0 <= self.drain_timeout < math.inf:
             refuse(self, "drain_timeout", "allowed: 0 or more seconds")
+        if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < math.inf:
+            refuse(self, "max_queue_seconds", "allowed: more than 0 seconds")
         check_at_least(self, "response_store", 0)
         for origin in self.cors_origin:
             if origin != "*" and "://" not in origin:

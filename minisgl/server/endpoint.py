@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from minisgl.server.http.error_bodies import Error
 from minisgl.server.service import Service
 
-READING = (400, 404, 408, 413, 415, 429, 500, 503)
+READING = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True, slots=True)

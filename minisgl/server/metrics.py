@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.history import buckets
-from minisgl.server.http.access_log import Answered
+from minisgl.server.http.access_log import Answered, Usage
 from minisgl.server.metrics_format import Format
 
 UNITS = frozenset({"bytes", "ratio", "seconds", "tokens"})
@@ -61,6 +61,7 @@ class Metrics(MetricsPage):
     def __init__(self, state: EngineState) -> None:
         super().__init__()
         self.num_tool_calls = 0
+        self.usage: dict[str, Usage] = {}  # by the name of the key
         self._state = state
 
     def count_tool_call(self) -> None:
@@ -78,6 +79,7 @@ class Metrics(MetricsPage):
             "HTTP responses started; status 499: the client disconnected before.",
         )
         yield counter("tool_calls", self.num_tool_calls)
+        yield from self._of_keys()
         if (loading := self._state.loading) is not None:
             yield gauge("loading_ratio", {loading.phase: loading.fraction}, "phase")
         stats = self._state.stats()
@@ -90,9 +92,22 @@ class Metrics(MetricsPage):
             yield gauge("gpu_memory_used_bytes", memory.used)
             yield gauge("gpu_memory_total_bytes", memory.total)
 
+    def _of_keys(self) -> Iterator[Metric]:
+        usage = self.usage
+        if usage:
+            requests = {name: each.num_requests for name, each in usage.items()}
+            yield counter("key_requests", requests, "key")
+            prompts = {name: each.num_prompt_tokens for name, each in usage.items()}
+            yield counter("key_prompt_tokens", prompts, "key")
+            answers = {name: each.num_output_tokens for name, each in usage.items()}
+            yield counter("key_generated_tokens", answers, "key")
+
 
 ABOUT = {
     "tool_calls": "Tool calls in answers.",
+    "key_requests": "Requests that have ended, by the name of their key.",
+    "key_prompt_tokens": "Prompt tokens of these.",
+    "key_generated_tokens": "Generated tokens of these.",
     "loading_ratio": "While the model loads: how much of the phase is done, 0 to 1; 0 if that is "
     "unknown.",
     "running_requests": "Number of requests currently running.",

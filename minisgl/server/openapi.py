@@ -35,7 +35,9 @@ ERRORS = {
     429: "Too many requests or too much text are waiting; Retry-After says when to try again.",
     431: "The URL and the headers are too large.",
     500: "An internal error.",
-    503: "Loading, draining, dead, stalled or short of memory; `code` says which.",
+    503: "Loading, draining, dead, stalled or short of memory, or the request has waited too long; "
+    "`code` says which.",
+    504: "The request has taken as long as its timeout allows.",
     OVERLOADED: "Loading, draining, dead, stalled or short of memory.",
 }
 ANYWHERE = (403, 431)

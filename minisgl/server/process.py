@@ -36,6 +36,7 @@ from minisgl.server.http.connection import (
 from minisgl.server.http.hosts import hosts_of
 from minisgl.server.http.listening import OwnPath, bind_unix, check_certificate
 from minisgl.server.http.tls_server import Handshake, TLSServer
+from minisgl.server.http.tracing import end_tracing
 from minisgl.server.stats_log import log_stats
 from minisgl.server.welcome import Welcome, open_browser
 
@@ -153,6 +154,7 @@ class ServerProcess:
             await serving
             if engine is not None:
                 await engine.close()
+            await end_tracing(app)
         if engine.failure is not None:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1

@@ -17,7 +17,12 @@ installed into (pip install --no-deps --no-build-isolation --target /tmp/a OLD_C
         --verb latency --verb offline -- --model FOLDER --load-format dummy
 
 With --served the options are those of `minisgl serve`, which runs while `minisgl bench VERB SIDE`
-measures it; what follows a bar in a side goes to the server, too.
+measures it; what follows a bar in a side goes to the server, too. NAME=VALUE there is a variable of
+its environment:
+
+    python scripts/bench/bench_settings.py --served --verb serve --rounds 3 --side="" \\
+        --side="| OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 --log-format json \\
+        --max-queue-seconds 60" -- --model FOLDER
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
 import socket
 import statistics
@@ -43,6 +49,7 @@ from typing import Any
 
 PROGRAM = (sys.executable, "-m", "minisgl")
 SHARED = "TEMP"  # in options
+VARIABLE = re.compile("[A-Z][A-Z_]*=")
 START_SECONDS = 900
 STOP_SECONDS = 60
 
@@ -108,8 +115,12 @@ def serving(options: Sequence[str], version: Path | None = None) -> Iterator[str
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [*PROGRAM, "serve", "--port", str(port), *options]
-    server = subprocess.Popen(command, **options_of(version))
+    variables = dict(word.split("=", 1) for word in options if VARIABLE.match(word))
+    words = [word for word in options if not VARIABLE.match(word)]
+    command = [*PROGRAM, "serve", "--port", str(port), *words]
+    started = options_of(version)
+    started["env"] = started.get("env", os.environ) | variables
+    server = subprocess.Popen(command, **started)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not _is_ready(url):

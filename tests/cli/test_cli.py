@@ -426,6 +426,37 @@ def test_serve_says_that_it_starts_before_it_loads_libraries() -> None:
 
 
 @pytest.mark.usefixtures("logging_as_before")
+def test_replicas_and_routing_processes_log_as_the_options_of_serve_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: dict[str, tuple[str, ...]] = {}
+
+    class Process:
+        def __init__(self, *_: object, **given: tuple[str, ...]) -> None:
+            commands.update(given)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("minisgl.router.process.RouterProcess", Process)
+    monkeypatch.setattr("minisgl.router.replica.run_replica", lambda: 0)
+    monkeypatch.setattr("minisgl.router.front.run_front", lambda: 0)
+    for options in (["--log-level", "ERROR", "--log-format", "json"], ["--log-level", "DEBUG"]):
+        asked = CliRunner().invoke(cli.app, ["serve", "--replicas", "2", *options])
+        assert asked.exit_code == 0, asked.output
+        for kind, name in (("replica", "replica 3"), ("front", "router 3")):
+            program, arguments = commands[kind][:3], commands[kind][3:]
+            assert program == (sys.executable, "-m", "minisgl")
+            started = CliRunner().invoke(cli.app, [*arguments, "3"])
+            assert started.exit_code == 0, started.output
+            logger = logging.getLogger("minisgl")
+            assert logging.getLevelName(logger.level) == options[1]
+            record = logging.makeLogRecord({"msg": "a word", "levelname": "ERROR"})
+            line = logger.handlers[0].format(record)
+            assert name in line and line.startswith("{") == ("json" in options)
+
+
+@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize(("images", "image_rows"), [("refuse", 0), ("placeholder", 8192)])
 def test_a_server_that_refuses_images_loads_no_tower(
     images: str, image_rows: int, monkeypatch: pytest.MonkeyPatch

@@ -317,6 +317,30 @@ def test_engines_on_several_nodes_need_a_secret_to_exchange_pages(
     assert deployments._pages_address(EngineConfig()) == "10.0.0.7:0"
 
 
+@pytest.mark.parametrize(
+    ("given", "level", "encoding"),
+    [
+        ({}, None, None),
+        ({"log_format": "json"}, "INFO", "JSON"),
+        ({"log_level": "ERROR"}, "ERROR", "TEXT"),
+    ],
+)
+def test_the_log_of_deployments_is_as_the_options_say(
+    given: dict[str, str], level: str | None, encoding: str | None
+) -> None:
+    server = ServerConfig(**given)  # type: ignore[arg-type]
+    built = deployments.build(EngineConfig(device="cpu"), server, RouterConfig(), RayConfig())
+    ingress = built._bound_deployment
+    [engine] = [each._bound_deployment for each in ingress.init_args[0].values()]
+    for deployment in (ingress, engine):
+        found = deployment._deployment_config.logging_config
+        if level is None:
+            assert found is None
+        else:
+            config = importlib.import_module("ray.serve.schema").LoggingConfig(**found)
+            assert (config.log_level, config.encoding) == (level, encoding)
+
+
 def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path, port: int) -> None:
     soon = {"upscale_delay_s": 1, "metrics_interval_s": 1, "look_back_period_s": 2}
     limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}

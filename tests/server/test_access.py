@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 from support.fake_engine import FakeEngine
 from support.http_server import (
@@ -150,3 +151,36 @@ async def test_cors_preflights_need_no_key() -> None:
         response = await client.options("/v1/chat/completions", headers=asked)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize(
+    "keys", [("ada: s3cret-1", "s3cret-2", "bob: s3cret-3"), ("ada: s3cret-1",)]
+)
+async def test_the_log_and_the_metrics_tell_the_name_of_a_key(
+    keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(answer_length=3)
+    with caplog.at_level("INFO", "minisgl"):
+        async with http_client(engine, api_key=keys) as client:
+            for given in keys:
+                headers = {"authorization": f"Bearer {given.rpartition(' ')[2]}"}
+                for stream in (False, True):
+                    body = {"messages": HELLO, "stream": stream}
+                    answer = await client.post(CHAT, json=body, headers=headers)
+                    assert answer.status_code == 200
+            refused = await client.post(CHAT, headers={"authorization": f"Bearer {keys[0]}"})
+            assert refused.status_code == 401
+            page = (await client.get("/metrics")).text
+    told = [getattr(record, "fields").get("key") for record in caplog.records]  # noqa: B009
+    named = ["ada", 2, "bob"][: len(keys)]
+    assert told == [name for name in named for _ in range(2)] + [None]
+    samples = {
+        sample.labels["key"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "minisgl_key_generated_tokens_total"
+    }
+    assert samples == {name: 6.0 for name in named if isinstance(name, str)}
+    assert page.count('minisgl_key_requests_total{key="ada"} 2.0') == 1
+    assert 'minisgl_key_prompt_tokens_total{key="ada"} 0.0' not in page
+    assert "s3cret" not in page + caplog.text

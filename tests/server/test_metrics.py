@@ -285,11 +285,13 @@ async def test_metric_names_have_units_and_are_listed_in_the_readme(
     monkeypatch.setattr(EngineState, "gpu_memory", lambda _: GPUMemory(used=1, total=3))
     runner = ScriptedRunner(page_size=4)
     options: Any = {"host_cache": 0.1, "speculative": "ngram"}
-    async with engine_on(runner, **options) as engine, http_client(engine) as client:
+    keys = ("ada: secret",)
+    async with engine_on(runner, **options) as engine, http_client(engine, api_key=keys) as client:
         await engine.pages.share(str(tmp_path / "pages"), always_load=False)
         kv = engine._scheduler.kv
         kv.snapshots = Snapshots(3, kv._cache)  # as of a model with states
         await client.get("/version")
+        await client.get("/v1/models", headers={"x-api-key": "secret"})
         found = await scrape(client)
     expected = []
     for family in found.families.values():

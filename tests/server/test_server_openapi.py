@@ -58,9 +58,23 @@ SMALL = {
 
 
 DESCRIPTION = describe(ENDPOINTS, with_key=False)
-OPERATIONS = [
-    operation.ok() for operation in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()
-]
+
+
+def patient() -> dict[str, Any]:
+    """The description without deadlines that the answers could not keep."""
+    description = copy.deepcopy(DESCRIPTION)
+    for schema in description["components"]["schemas"].values():
+        if "timeout" in schema.get("properties", {}):
+            schema["properties"]["timeout"] = {"type": "number", "minimum": 1000, "maximum": 2000}
+    return description
+
+
+def operations(description: dict[str, Any]) -> list[Any]:
+    schema = schemathesis.openapi.from_dict(description)
+    return [operation.ok() for operation in schema.get_all_operations()]
+
+
+OPERATIONS, PATIENT_OPERATIONS = operations(DESCRIPTION), operations(patient())
 # Some rules bind several fields, which a schema cannot say: valid to it is not valid to us.
 LEFT_OUT = [CHECKS.get_one("positive_data_acceptance")]
 
@@ -359,7 +373,7 @@ BOUNDED = settings(
 )
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+@pytest.mark.parametrize("operation", PATIENT_OPERATIONS, ids=lambda operation: operation.label)
 def test_requests_allowed_by_the_schema_are_accepted(
     fuzzed: Served[AsyncEngine], operation: Any
 ) -> None:
@@ -418,7 +432,7 @@ CONSTRAINTS = (*("response_format", "structured_outputs", "json_schema", "struct
 def sharpened() -> dict[str, Any]:
     """The description with what binds several fields, or depends on the model: most of what it
     allows is answered, so that the engine meets it."""
-    description = copy.deepcopy(DESCRIPTION)
+    description = patient()
     schemas = description["components"]["schemas"]
     token_id = {"type": "integer", "minimum": 0, "maximum": 2047}
     text = {"type": "string", "minLength": 1, "maxLength": 20}
@@ -569,7 +583,7 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     def check(fields: dict[str, Any]) -> None:
         body = json.dumps({**base, **fields})
         response = client.post(path, content=body.encode(), headers={"content-type": JSON})
-        assert response.status_code in (200, 400, 404)
+        assert response.status_code in (200, 400, 404, 504)  # which a tiny timeout deserves
         if response.status_code != 200:
             check_shape(response.content, MessagesError if "/messages" in path else Error)
 

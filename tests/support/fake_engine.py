@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,9 +135,12 @@ class FakeStream:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self.request = SimpleNamespace(admitted_s=None, first_token_s=None)
+        self.request = SimpleNamespace(
+            id=request_id, submitted_s=None, admitted_s=None, first_token_s=None, finish_reason=None
+        )
         self._engine = engine
         self._items: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
+        self._begun = asyncio.Event()
         self.task = asyncio.ensure_future(self._produce())
         engine.running[request_id] = self
 
@@ -146,6 +149,9 @@ class FakeStream:
             if isinstance(item, Exception):
                 raise item
             yield item
+
+    async def wait_begun(self) -> None:
+        await self._begun.wait()
 
     def abort(self) -> None:
         if self.request_id in self._engine.running:
@@ -158,6 +164,7 @@ class FakeStream:
     def _end(self, last: OutputDelta | Exception) -> None:
         if self._engine.running.pop(self.request_id, None) is not None:
             self.task.cancel()
+            self._begun.set()
             self._items.put_nowait(last)
             self._items.put_nowait(None)
 
@@ -180,6 +187,7 @@ class FakeStream:
             if last:
                 self._end(delta)
                 return
+            self._begun.set()
             self._items.put_nowait(delta)
             if index + 1 == engine.dies_at:
                 engine.fail(RuntimeError("the device is gone"))
@@ -233,6 +241,7 @@ class FakeVectors:
         cache_salt: str | None,
         tenant: Tenant,
         extras: Sequence[Extra],
+        submitted: Callable[[Any], None],
     ) -> list[Embedding]:
         self.asked.append((options, cache_salt, tenant))
         self.adapters += names_of(extras)
@@ -247,6 +256,7 @@ class FakeVectors:
         cache_salt: str | None,
         tenant: Tenant,
         extras: Sequence[Extra],
+        submitted: Callable[[Any], None],
     ) -> list[Score]:
         self.asked.append((options, cache_salt, tenant))
         self.adapters += names_of(extras)

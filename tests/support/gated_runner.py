@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,9 +106,11 @@ async def gated_server(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     api_key: tuple[str, ...] = (),
     disk: FakeDisk | None = None,
+    server: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Gated]:
-    """A server whose engine is audited at the end. disk: behind its host cache."""
+    """A server whose engine is audited at the end. disk: behind its host cache. server: options of
+    the server, and the others are the engine's."""
     facts = read_model_config(DEMO_FOLDER).facts()
     runner = GatedRunner()
     runner.disk = disk or runner.disk
@@ -123,10 +125,10 @@ async def gated_server(
         loaded = replace(loaded, disk=Disk(disk, b"model"))
     async with (
         AsyncEngine(loaded) as engine,
-        served(engine, wrap, api_key, given) as (server, port),
+        served(engine, wrap, api_key, given, **(server or {})) as (serving, port),
     ):
         try:
-            yield Gated(engine, runner, server, port)
+            yield Gated(engine, runner, serving, port)
         finally:
             runner.open()  # also where a test has failed: the engine ends when its steps have
 
@@ -137,9 +139,11 @@ async def served(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     api_key: tuple[str, ...] = (),
     options: EngineConfig | None = None,
+    **others: Any,
 ) -> AsyncIterator[tuple[Server, int]]:
-    """A server on the test's own loop, and its port. Audits the engine at the end."""
-    state = EngineState(ServerConfig(port=0, api_key=api_key), engine, options)
+    """A server on the test's own loop, and its port. Audits the engine at the end. options: of the
+    engine; others: of the server."""
+    state = EngineState(ServerConfig(port=0, api_key=api_key, **others), engine, options)
     with bind(state.config) as listener:
         server = QuickServer(http_settings(wrap(create_app(state))), state)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from support.fake_engine import FakeEngine
@@ -79,10 +79,15 @@ async def front(
 
 @contextlib.asynccontextmanager
 async def routing(
-    folder: Path, *engines: FakeEngine, policy: str = CACHE, **options: object
+    folder: Path,
+    *engines: FakeEngine,
+    policy: str = CACHE,
+    replica: Mapping[str, object] | None = None,
+    **options: object,
 ) -> AsyncIterator[tuple[str, Fleet, Replicas]]:
-    """The URL of a router, what it knows, and its replicas, which are ready."""
-    replicas = Replicas(engines, folder)
+    """The URL of a router, what it knows, and its replicas, which are ready. replica: their
+    options."""
+    replicas = Replicas(engines, folder, **(replica or {}))
     await replicas.start()
     async with front(replicas.paths, policy, **options) as (url, fleet):
         yield url, fleet, replicas

@@ -7,14 +7,13 @@ exits at once, because other ranks may wait for it in a collective.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -43,6 +42,7 @@ from minisgl.ranks.processes.channel import (
     Ready,
 )
 from minisgl.ranks.processes.plan_codec import CALL, MOVE, SAMPLE, PlanDecoder, unpacked
+from minisgl.ranks.processes.rank_log import LogForm, begin_log, own_form
 from minisgl.ranks.processes.rendezvous import Rendezvous
 from minisgl.runner.load import Report, load_runner, no_report
 from minisgl.runner.queued_step import StepHandle
@@ -59,11 +59,12 @@ class RankSpec:
     setup: Setup
     rendezvous: Rendezvous
     interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
+    log_form: LogForm = field(default_factory=own_form)
 
 
 def run_rank(spec: RankSpec, end: RankEnd) -> None:
     """Run plans until the close message. Exits the process on an error or if rank 0 has died."""
-    logging.basicConfig(level=logging.WARNING, format=f"rank {spec.rank}: %(message)s")
+    begin_log(spec.rank, spec.log_form)
     threading.Thread(target=_beat, args=(end,), name="minisgl-heartbeat", daemon=True).start()
     try:
         runner, pipeline = join_and_load(spec)

@@ -19,7 +19,9 @@ from minisgl.engine.turns import Turn
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.http.access_log import BEGAN, note, note_failure
+from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.leaving import until_left
+from minisgl.server.http.tracing import span_of
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.engine import AsyncEngine
@@ -85,6 +87,8 @@ class ReplyResponse(ABC):
     def _note_work(self, streams: Sequence[OutputStream]) -> None:
         """Say in the log how many tokens were read and written, and how long it waited for them."""
         choices, scope = self._reply.choices, self._scope
+        if (span := span_of(scope)) is not None:
+            span.worked(self._reply.id, [stream.request for stream in streams])
         firsts = [choice for choice in choices if choice.job.k == 0]  # a prompt counts once
         note(
             scope,
@@ -113,8 +117,10 @@ class WholeResponse(ReplyResponse):
     """One JSON object, sent when all choices are complete."""
 
     async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
-        choices = self._reply.choices
-        await _all_or_none(map(_keep, choices, streams))
+        choices, limit = self._reply.choices, limit_of(self._scope)
+        async with limit.held():
+            limit.watch(streams[0].request)
+            await _all_or_none(map(_keep, choices, streams))
         many = sum(choice.num_scored for choice in choices) > MANY_SCORED
         body = await asyncio.to_thread(self._reply.whole) if many else self._reply.whole()
         headers = [
@@ -136,17 +142,25 @@ class StreamedResponse(ReplyResponse):
     )
 
     async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+        limit = limit_of(self._scope)
+        if limit.is_set:  # what is late before its first token is told by the status
+            async with limit.held():
+                limit.watch(streams[0].request)
+                await streams[0].wait_begun()
         headers = [*self.HEADERS, *self._headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            if first := self._reply.first_events():
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-            choices = self._reply.choices
-            await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
+            async with limit.held():
+                if first := self._reply.first_events():
+                    await send({"type": "http.response.body", "body": first, "more_body": True})
+                choices = self._reply.choices
+                await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
             last = self._reply.last_events()
         except Exception as error:
             if self._left:
                 raise
+            for stream in streams:  # before the client may keep this from going on
+                stream.abort()
             # The status has been sent, so the error is an event.
             note_failure(self._scope, error)
             last = self._reply.failure_events(error)

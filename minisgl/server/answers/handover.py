@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
+from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.leaving import while_client_waits
 from minisgl.server.http.request_ids import request_id
@@ -85,7 +86,7 @@ class Handover:
             for index, job in enumerate(jobs)
         )
         with suppress(ClientDisconnect):
-            async with while_client_waits(receive):
+            async with while_client_waits(receive), limit_of(scope).held():
                 offered = Offered(sum(await asyncio.gather(*offers)), self._address)
                 await json_response(offered)(scope, receive, send)
 
@@ -109,5 +110,6 @@ class Handover:
             )
             for job in jobs
         )
-        await asyncio.gather(*fetches)
+        async with limit_of(scope).held():
+            await asyncio.gather(*fetches)
         await answer(scope, receive, send)

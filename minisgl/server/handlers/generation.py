@@ -43,6 +43,7 @@ from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.request_ids import reply_id
+from minisgl.server.http.tracing import span_of
 from minisgl.server.requests.constraints import constraint_of
 from minisgl.server.requests.request_types import (
     ChatRequest,
@@ -275,6 +276,8 @@ def _response(service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPla
     """The response that generates `reply`."""
     answer = StreamedResponse if asked.body.stream else WholeResponse
     headers = []
+    if (span := span_of(asked.scope)) is not None:
+        span.asked(asked.model, reply.choices[0].job.params, len(reply.choices))
     if ignored := plan.ignored_keywords:
         names = ", ".join(ignored)
         logger.info("request %s: not enforced in its schema: %s", asked.id, names)

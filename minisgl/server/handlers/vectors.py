@@ -21,8 +21,10 @@ from minisgl.server.apis.vectors import answer_types
 from minisgl.server.apis.vectors.answer_types import EmbeddingItem, PromptUsage
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.http.access_log import note
+from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.encoding import encode, json_response
 from minisgl.server.http.request_ids import reply_id
+from minisgl.server.http.tracing import span_of
 from minisgl.server.service import Asked, Service
 
 
@@ -34,6 +36,7 @@ async def embeddings(service: Service, asked: Asked[EmbeddingRequest]) -> Respon
         cache_salt=body.salt,
         tenant=body.tenant(asked.client),
         extras=asked.adapter,
+        submitted=limit_of(asked.scope).watch,
     )
     answer = answer_types.EmbeddingList(
         data=await _encoded_items(found, in_base64=body.encoding_format == "base64"),
@@ -105,6 +108,7 @@ async def _scores(
         cache_salt=body.salt,
         tenant=body.tenant(asked.client),
         extras=asked.adapter,
+        submitted=limit_of(asked.scope).watch,
     )
 
 
@@ -125,4 +129,6 @@ def _usage(asked: Asked[Any], found: Sequence[Embedding] | Sequence[Score]) -> P
     """The usage, which the log tells, too."""
     num_tokens = sum(each.num_prompt_tokens for each in found)
     note(asked.scope, prompt_tokens=num_tokens)
+    if (span := span_of(asked.scope)) is not None:
+        span.asked(asked.model)
     return PromptUsage(num_tokens, num_tokens)

@@ -11,7 +11,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Set
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,10 @@ from minisgl.errors import CallerError, ContextLengthError, MinisglError, withou
 from minisgl.server.http.error_bodies import error_response
 from minisgl.server.http.paths import is_open, route_path
 from minisgl.server.http.request_ids import request_id
+from minisgl.server.http.tracing import SPAN
+
+if TYPE_CHECKING:
+    from minisgl.server.http.spans import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,15 @@ class Answered(NamedTuple):
     status: int
 
 
+@dataclass(slots=True)
+class Usage:
+    """What the requests with a key of one name have used that have ended."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
 class Patterns:
     """The patterns of all paths that the log may show."""
 
@@ -57,12 +71,26 @@ class Patterns:
 class Observe:
     """Middleware that counts and logs responses, and answers unexpected exceptions with a 500."""
 
-    def __init__(self, app: ASGIApp, responses: Counter[Answered]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        responses: Counter[Answered],
+        usage: dict[str, Usage] | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """usage: counts that of each key that has a name; None: another server counts it. tracing:
+        makes a span of each request; None: there are no spans.
+        """
         self._app = app
         self._responses = responses
+        self._usage = usage
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][BEGAN] = time.monotonic()
+        span = None
+        if self._tracing is not None:
+            span = scope["state"][SPAN] = self._tracing.begin(scope)
         status: int | None = None
 
         # Called for each event of a stream, so not a coroutine of its own.
@@ -90,6 +118,11 @@ class Observe:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
             _log(scope, status)
+            if self._usage is not None:
+                _count_usage(scope, self._usage)
+            if span is not None:
+                state = scope["state"]
+                span.end(status, state.get(FIELDS, {}), state.get(FAILURE, (0, ""))[1])
 
 
 def _route(scope: Scope) -> str:
@@ -102,7 +135,7 @@ def _route(scope: Scope) -> str:
 
 
 def note(scope: Scope, **fields: str | int | float) -> None:
-    """Add fields to the record of a request: nothing that its client or an operator chose."""
+    """Add fields to the record of a request: nothing that its client chose."""
     scope["state"].setdefault(FIELDS, {}).update(fields)
 
 
@@ -114,6 +147,16 @@ def note_failure(scope: Scope, error: Exception) -> None:
     else:
         level, reason = logging.ERROR, without_words(error)
     scope["state"][FAILURE] = level, reason
+
+
+def _count_usage(scope: Scope, usage: dict[str, Usage]) -> None:
+    noted = scope["state"].get(FIELDS, {})
+    name = noted.get("key")
+    if isinstance(name, str):  # others are numbers
+        of_key = usage.setdefault(name, Usage())
+        of_key.num_requests += 1
+        of_key.num_prompt_tokens += noted.get("prompt_tokens", 0)
+        of_key.num_output_tokens += noted.get("output_tokens", 0)
 
 
 def _log(scope: Scope, status: int) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from starlette.types import Scope
 
+from minisgl.keys import named_key
 from minisgl.server.http.access_log import note
 from minisgl.server.http.faults import HTTPError
 from minisgl.server.http.paths import is_open
@@ -22,7 +23,10 @@ class Keys:
     """The keys of which each request must have one."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+        """keys: each KEY or NAME: KEY."""
+        named = [named_key(key) for key in keys]
+        self._names = [name for name, _ in named]
+        self._keys = [key.encode() for _, key in named]
         # Not its place among the keys: what a client has on disk outlives a change of those.
         self._clients = [
             hashlib.blake2b(key, digest_size=16, person=b"minisgl client").hexdigest()
@@ -41,10 +45,11 @@ class Keys:
         if True not in found:
             message = "The API key is missing or wrong."
             raise HTTPError(401, message, "invalid_api_key", {"www-authenticate": "Bearer"})
+        index = found.index(True)
         if len(found) > 1:
-            index = found.index(True)
             scope["state"][CLIENT] = self._clients[index]
-            note(scope, key=index + 1)
+        if len(found) > 1 or self._names[index]:
+            note(scope, key=self._names[index] or index + 1)
 
 
 def check_admin(scope: Scope, key: str) -> None:

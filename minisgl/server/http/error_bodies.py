@@ -37,6 +37,7 @@ TYPES: Mapping[int, ErrorType] = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

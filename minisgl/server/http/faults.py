@@ -64,7 +64,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     # Probes that ask while the model loads have not failed.
     if not is_open(request.scope):
         note_failure(request.scope, error)
-    headers = {"retry-after": "1"} if error.http_status == 429 else None
+    headers = getattr(error, "headers", None)
+    if error.http_status == 429:
+        headers = {"retry-after": "1"}
     return error_response(request.scope, error, headers)
 
 

@@ -33,6 +33,7 @@ from minisgl.request import (
     SamplingParams,
     Tenant,
 )
+from minisgl.server.http.deadlines import Seconds
 from minisgl.server.http.validation_errors import NOT_SUPPORTED
 from minisgl.server.requests.chat_messages import (
     Effort,
@@ -113,7 +114,11 @@ class StreamOptions(Struct):
 
 
 class ClientFields(Struct, kw_only=True):
-    """The fields that say whose request it is."""
+    """The fields that say whose request it is, and how long it may take."""
+
+    timeout: Seconds | None = None
+    """How many seconds the answer may take, from the arrival of the request. Default: no limit.
+    Example: `30`"""
 
     cache_salt: Salt | None = None
     """Share cached prefixes only with requests of this salt. Default: none. Example: `"mine"`"""
