@@ -91,8 +91,20 @@ ENDPOINTS = (
     ),
     shows(
         "/v1/responses/{id}",
-        "A response that is stored.",
+        "A response that is stored, or generated in the background.",
         generation.stored_response,
+        answer=responses.Response,
+        event=responses.AnyEvent,
+        query={
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0},
+        },
+        errors=(400, 404),
+    ),
+    Endpoint(
+        "/v1/responses/{id}/cancel",
+        "End a response that is generated in the background.",
+        generation.cancel_response,
         answer=responses.Response,
         errors=(400, 404),
     ),

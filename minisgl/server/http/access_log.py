@@ -89,7 +89,7 @@ class Observe:
             if status is None:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
-            _log(scope, status)
+            write_record(scope, status)
 
 
 def _route(scope: Scope) -> str:
@@ -106,6 +106,13 @@ def note(scope: Scope, **fields: str | int | float) -> None:
     scope["state"].setdefault(FIELDS, {}).update(fields)
 
 
+def with_own_record(scope: Scope) -> Scope:
+    """The scope of work that goes on when its request has been answered: with a record of its own,
+    which begins with what the request's has."""
+    state = scope["state"]
+    return {**scope, "state": {**state, FIELDS: dict(state.get(FIELDS, ()))}}
+
+
 def note_failure(scope: Scope, error: Exception) -> None:
     """Say in the record of a request why it failed, before or during its answer."""
     if isinstance(error, MinisglError):
@@ -116,7 +123,7 @@ def note_failure(scope: Scope, error: Exception) -> None:
     scope["state"][FAILURE] = level, reason
 
 
-def _log(scope: Scope, status: int) -> None:
+def write_record(scope: Scope, status: int) -> None:
     """Write the record of a request that has ended with `status`, which is 200 for a stream that
     failed after it had begun."""
     state = scope["state"]
