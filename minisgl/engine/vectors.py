@@ -216,12 +216,7 @@ class Vectors:
         """The tokens after each text, which remain when it is cut."""
         if self._tokenizer is None:
             return []
-        bare = self._tokenizer.encode("a", add_special_tokens=False)
-        whole = self._tokenizer.encode("a", add_special_tokens=True)
-        end: list[int] = []
-        for start in range(len(whole)):
-            if whole[start : start + len(bare)] == bare:
-                end = whole[start + len(bare) :]
+        _, end = self._tokenizer.special_around()
         if self._rules.end_token is not None:
             token_id = self._tokenizer.added_token_id(self._rules.end_token)
             if token_id is not None and end[-1:] != [token_id]:

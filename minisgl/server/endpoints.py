@@ -198,6 +198,13 @@ ENDPOINTS = (
         openai.Text,
         example={"tokens": [1, 2, 3]},
     ),
+    shows(
+        "/tokenizer_info",
+        "What the model's tokenizer_config.json says.",
+        generation.tokenizer_info,
+        answer=openai.TokenizerInfo,
+        errors=(400, 503),
+    ),
     tells(
         "/health", "Whether requests are taken.", about.health, answer=openai.Health, errors=(503,)
     ),

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from minisgl.engine.answer_plan import AnswerPlan
-from minisgl.errors import InvalidRequestError
+from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import (
@@ -60,6 +60,9 @@ from minisgl.server.requests.request_types import (
 )
 from minisgl.server.requests.translation import TranslatedChat
 from minisgl.server.service import Asked, Service
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +216,7 @@ async def tokenize(service: Service, asked: Asked[TokenizeRequest]) -> Response:
         token_ids = await engine.encode(body.prompt, add_special_tokens=special, any_length=True)
     else:
         conversation = await conversation_of(engine, body, service.reading, any_length=True)
-        token_ids = conversation.prompt_token_ids
+        token_ids = _with_special(engine, body, conversation.prompt_token_ids)
     answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
     if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
         answer.token_strs = await _put_together(
@@ -230,6 +233,13 @@ async def detokenize(service: Service, asked: Asked[DetokenizeRequest]) -> Respo
     full_text = partial(engine.tokenizer.decode, skip_special_tokens=False)
     text = await _put_together(full_text, body.tokens)
     return json_response(answer_types.Text(text))
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    tokenizer = service.state.engine().tokenizer
+    if tokenizer is None:
+        raise CallerError("The model has no tokenizer.")
+    return json_response(answer_types.TokenizerInfo(**tokenizer.described()))
 
 
 def _running_for(service: Service, request: Request) -> RunningResponse | None:
@@ -287,10 +297,20 @@ async def _chat_jobs(
     if prompt.spans:
         keys = prompt.token_ids
         refuse_with_images(body)
-    prompts = [prompt.shown_token_ids]
+    prompts = [_with_special(engine, body, prompt.shown_token_ids)]
     fitting = fitted_prompts(engine, body, prompts, clamp=clamp or config.clamp_max_tokens)
     tenant, extras = body.tenant(asked.client), (*asked.adapter, *prompt.extras)
     return plan, jobs_of(body, fitting, [body.echoed], tenant, plan, extras, style, keys)
+
+
+def _with_special(
+    engine: AsyncEngine, body: ChatRequest | TokenizeRequest, token_ids: list[int]
+) -> list[int]:
+    """A conversation, between the special tokens of each text if the request wants these."""
+    if not body.add_special_tokens or engine.tokenizer is None:
+        return token_ids
+    before, after = engine.tokenizer.special_around()
+    return [*before, *token_ids, *after]
 
 
 def _answer(
