@@ -139,6 +139,31 @@ class Vectors:
             prompts, pooling, score, cache_salt, tenant, extras, first_alone=first_alone
         )
 
+    async def logits(
+        self,
+        prompts: Sequence[list[int]],
+        token_ids: tuple[int, ...],
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
+    ) -> list[Embedding]:
+        """The logits of some tokens behind each prompt, in their order; raises as `embed` does."""
+        check_task(self.task, "generate")
+        for prompt in prompts:
+            if len(prompt) > self._max_seq_len:
+                raise ContextLengthError(len(prompt), 0, self._max_seq_len, prompt_field="input")
+
+        def vector(request: Request) -> Embedding:
+            found = [*map(float, _wanted(request).vector)]
+            return Embedding(found, request.num_prompt_tokens, request.num_cached_tokens)
+
+        first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
+        pooling = Pooling(PooledRows.LAST, token_ids=token_ids)
+        return await self._compute(
+            prompts, pooling, vector, cache_salt, tenant, extras, first_alone=first_alone
+        )
+
     async def _compute(
         self,
         prompts: Sequence[list[int]],

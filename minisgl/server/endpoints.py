@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.errors import CallerError
+from minisgl.server.apis.decisions.answer_types import Decision
+from minisgl.server.apis.decisions.request_types import DecisionRequest
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
 from minisgl.server.apis.openai import answer_types as openai
@@ -18,7 +20,15 @@ from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, 
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.handlers import about, adapters, generation, training, vectors, weight_transfer
+from minisgl.server.handlers import (
+    about,
+    adapters,
+    decisions,
+    generation,
+    training,
+    vectors,
+    weight_transfer,
+)
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.error_bodies import MessagesError
@@ -134,6 +144,18 @@ ENDPOINTS = (
         TokenCount,
         example={"messages": HELLO},
         error=MessagesError,
+    ),
+    generates(
+        "/v1/decisions",
+        "Probabilities of the answers to questions about a text.",
+        decisions.decisions,
+        DecisionRequest,
+        Decision,
+        example={
+            "input": "It rains.",
+            "questions": [{"type": "predicate", "instructions": "The weather is bad."}],
+        },
+        naming=NAMES.used,
     ),
     Endpoint(
         "/v1/embeddings",
