@@ -19,6 +19,7 @@ from support.routing import routing
 from support.scripted_engine import ScriptedEngine, ScriptedStream, qwen
 from support.waiting import until
 
+from minisgl.errors import QueueFullError
 from minisgl.server.apis.responses.background import events_after
 from minisgl.server.apis.responses.store import ResponseStore, StoredResponse
 
@@ -198,6 +199,22 @@ async def test_what_cannot_run_in_the_background_or_be_streamed_is_refused() -> 
     async with held(response_store=0) as (_, _client, http):
         refused = await http.post("/v1/responses", json=ASKED)
         assert "stream: true" in error_of(refused)["message"]
+
+
+async def test_a_refusal_of_the_engine_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise QueueFullError("Too many requests are waiting.")
+
+    async with held() as (engine, client, http):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "submit", refuse)
+            for stream in (False, True):
+                refused = await http.post("/v1/responses", json={**ASKED, "stream": stream})
+                assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+        engine.allowed = ALL
+        assert (await ended(client, (await client.responses.create(**ASKED)).id)).output_text
 
 
 async def test_other_clients_neither_see_nor_end_a_response() -> None:
