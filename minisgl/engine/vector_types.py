@@ -13,7 +13,7 @@ Input = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """The vector of a text."""
+    """The vector of a text, or the logits behind a prompt."""
 
     vector: list[float]
     num_prompt_tokens: int

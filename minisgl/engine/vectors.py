@@ -148,6 +148,31 @@ class Vectors:
             prompts, pooling, score, cache_salt, tenant, extras, submitted, first_alone=first_alone
         )
 
+    async def logits(
+        self,
+        prompts: Sequence[list[int]],
+        token_ids: tuple[int, ...],
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+        extras: Sequence[Extra] = (),
+    ) -> list[Embedding]:
+        """The logits of some tokens behind each prompt, in their order; raises as `embed` does."""
+        check_task(self.task, "generate")
+        for prompt in prompts:
+            if len(prompt) > self._max_seq_len:
+                raise ContextLengthError(len(prompt), 0, self._max_seq_len, prompt_field="input")
+
+        def vector(request: Request) -> Embedding:
+            found = [*map(float, _wanted(request).vector)]
+            return Embedding(found, request.num_prompt_tokens, request.num_cached_tokens)
+
+        first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
+        pooling = Pooling(PooledRows.LAST, token_ids=token_ids)
+        return await self._compute(
+            prompts, pooling, vector, cache_salt, tenant, extras, first_alone=first_alone
+        )
+
     async def _compute(
         self,
         prompts: Sequence[list[int]],
@@ -228,12 +253,7 @@ class Vectors:
         """The tokens after each text, which remain when it is cut."""
         if self._tokenizer is None:
             return []
-        bare = self._tokenizer.encode("a", add_special_tokens=False)
-        whole = self._tokenizer.encode("a", add_special_tokens=True)
-        end: list[int] = []
-        for start in range(len(whole)):
-            if whole[start : start + len(bare)] == bare:
-                end = whole[start + len(bare) :]
+        _, end = self._tokenizer.special_around()
         if self._rules.end_token is not None:
             token_id = self._tokenizer.added_token_id(self._rules.end_token)
             if token_id is not None and end[-1:] != [token_id]:

@@ -64,7 +64,7 @@ def last_events(scope: Scope, error: Exception, sent: bytes) -> bytes:
     if is_of_messages(scope):
         return typed_event(messages_error_body(error, request_id(scope)))
     body = error_body(error)
-    if route_path(scope) == RESPONSES:
+    if f"{route_path(scope)}/".startswith(f"{RESPONSES}/"):
         details = body.error
         last = SEQUENCE_NUMBER.search(sent[-MAX_NUMBER_BYTES:])
         number = int(last[1]) + 1 if last else 0

@@ -19,8 +19,11 @@ from minisgl.server.apis.responses.ids import replica_of
 from minisgl.server.endpoints import ENDPOINTS
 
 RESPONSES = "/v1/responses"
+CANCEL = "/cancel"  # behind the path of one
 # Whose prompts stay in the prefix cache: of answers that can be streamed.
-CACHED_PATHS = frozenset(each.path for each in ENDPOINTS if each.event is not None)
+CACHED_PATHS = frozenset(
+    each.path for each in ENDPOINTS if each.event is not None and each.method == "POST"
+)
 FRAME = re.compile(rb'"(?:role|content|type|text)"\s*:\s*|"(?:text|message|input_text)"\s*,\s*')
 # Claude Code puts a line with a number of the request in front of its system prompt, which servers
 # leave out.
@@ -76,7 +79,7 @@ def holder_of(path: str, body: bytes) -> str:
     A client's requests that refer to each other go to one replica, so the last name is enough.
     """
     if path.startswith(f"{RESPONSES}/"):
-        return replica_of(path.removeprefix(f"{RESPONSES}/"))
+        return replica_of(path.removeprefix(f"{RESPONSES}/").removesuffix(CANCEL))
     if path != RESPONSES:
         return ""
     try:

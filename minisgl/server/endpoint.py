@@ -30,6 +30,7 @@ class Endpoint:
     _: KW_ONLY
     method: str = "POST"
     example: Mapping[str, Any] = field(default_factory=dict)  # a body to begin with
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # schemas by parameter
     naming: Callable[[], AbstractContextManager[None]] = nullcontext  # of fields in errors
     error: type[Struct] = Error
     errors: tuple[int, ...] = READING

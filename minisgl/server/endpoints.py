@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.errors import CallerError
+from minisgl.server.apis.decisions.answer_types import Decision
+from minisgl.server.apis.decisions.request_types import DecisionRequest
 from minisgl.server.apis.messages.answer_types import MessageAnswer, MessageEvent, TokenCount
 from minisgl.server.apis.messages.request_types import CountTokensRequest, MessagesRequest
 from minisgl.server.apis.openai import answer_types as openai
@@ -18,7 +20,15 @@ from minisgl.server.apis.vectors.answer_types import EmbeddingList, RankedList, 
 from minisgl.server.apis.vectors.request_types import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl.server.config import ServerConfig
 from minisgl.server.endpoint import Endpoint
-from minisgl.server.handlers import about, adapters, generation, training, vectors, weight_transfer
+from minisgl.server.handlers import (
+    about,
+    adapters,
+    decisions,
+    generation,
+    training,
+    vectors,
+    weight_transfer,
+)
 from minisgl.server.history import MetricsHistory
 from minisgl.server.http.encoding import json_response
 from minisgl.server.http.error_bodies import MessagesError
@@ -91,8 +101,20 @@ ENDPOINTS = (
     ),
     shows(
         "/v1/responses/{id}",
-        "A response that is stored.",
+        "A response that is stored, or generated in the background.",
         generation.stored_response,
+        answer=responses.Response,
+        event=responses.AnyEvent,
+        query={
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0},
+        },
+        errors=(400, 404),
+    ),
+    Endpoint(
+        "/v1/responses/{id}/cancel",
+        "End a response that is generated in the background.",
+        generation.cancel_response,
         answer=responses.Response,
         errors=(400, 404),
     ),
@@ -122,6 +144,18 @@ ENDPOINTS = (
         TokenCount,
         example={"messages": HELLO},
         error=MessagesError,
+    ),
+    generates(
+        "/v1/decisions",
+        "Probabilities of the answers to questions about a text.",
+        decisions.decisions,
+        DecisionRequest,
+        Decision,
+        example={
+            "input": "It rains.",
+            "questions": [{"type": "predicate", "instructions": "The weather is bad."}],
+        },
+        naming=NAMES.used,
     ),
     Endpoint(
         "/v1/embeddings",
@@ -185,6 +219,13 @@ ENDPOINTS = (
         DetokenizeRequest,
         openai.Text,
         example={"tokens": [1, 2, 3]},
+    ),
+    shows(
+        "/tokenizer_info",
+        "What the model's tokenizer_config.json says.",
+        generation.tokenizer_info,
+        answer=openai.TokenizerInfo,
+        errors=(400, 503),
     ),
     tells(
         "/health", "Whether requests are taken.", about.health, answer=openai.Health, errors=(503,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -107,10 +108,15 @@ def _operation(endpoint: Endpoint, *, locked: bool) -> dict[str, Any]:
         if endpoint.example:  # else those of the fields are shown
             content["example"] = endpoint.example
         described["requestBody"] = {"required": True, "content": {JSON: content}}
-    _, _, name = endpoint.shown_path.removesuffix("}").partition("{")
-    if name:
-        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [parameter]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", endpoint.shown_path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema} for name, schema in endpoint.query.items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
     success: dict[str, Any] = {"description": endpoint.summary}
     if endpoint.answer is not None:
         success["content"] = {JSON: _schema(endpoint.answer)}

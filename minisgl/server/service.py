@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 from starlette.types import Scope
 
 from minisgl.request import Extra
+from minisgl.server.apis.responses.background import RunningResponses
 from minisgl.server.apis.responses.store import ResponseStore
 from minisgl.server.engine_state import EngineState
 from minisgl.server.http.auth import client_of
@@ -32,6 +33,7 @@ class Service:
         self.state = state
         self.metrics = Metrics(state)
         self.store = ResponseStore(state.config.response_store * MEGABYTE)
+        self.running = RunningResponses(state.config.response_store * MEGABYTE)
         self.since = int(time.time())
 
     @property

@@ -43,6 +43,15 @@ ADDED_TOKENS: Mapping[str, Sequence[str] | None] = {
     "special_tokens_map.json": ("extra_special_tokens", "additional_special_tokens"),
     "added_tokens.json": None,
 }
+# Members of tokenizer_config.json that clients may see: none names a file or a folder.
+DESCRIBED = frozenset(
+    (
+        *("add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder"),
+        *("additional_special_tokens", "bos_token", "clean_up_tokenization_spaces", "cls_token"),
+        *("eos_token", "extra_special_tokens", "legacy", "mask_token", "model_max_length"),
+        *("pad_token", "padding_side", "sep_token", "truncation_side", "unk_token"),
+    )
+)
 MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
 # Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
 # first, to detect one with too many tokens. A text shorter than this cannot have too many in any
@@ -320,6 +329,14 @@ class Tokenizer:
             if token.special or MARKER.fullmatch(token.content)
         }
 
+    def special_around(self) -> tuple[list[int], list[int]]:
+        """The tokens that are put in front of each text, and behind it."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        for start in reversed(range(len(whole))):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        return [], []
+
     # -- facts -------------------------------------------------------------------------------------
 
     @property
@@ -340,6 +357,17 @@ class Tokenizer:
     def added_token_id(self, text: str) -> int | None:
         """The id of the token that was added to the vocabulary for exactly this text."""
         return self._added.get(text)
+
+    def described(self) -> dict[str, Any]:
+        """What tokenizer_config.json says of the tokenizer, without files and folders; as JSON."""
+        said = {
+            name: value
+            for name, value in self._tokenizer.init_kwargs.items()
+            if name in DESCRIBED and value is not None
+        }
+        said["chat_template"] = self._tokenizer.chat_template
+        said["tokenizer_class"] = type(self._tokenizer).__name__
+        return dict(json.loads(json.dumps(said, default=_added_token)))
 
     @property
     def has_chat_template(self) -> bool:
@@ -377,6 +405,12 @@ def _template_of_processor(folder: Path) -> str | None:
     except (ValueError, KeyError) as error:
         reason = f"{file} cannot be read: it has no chat_template, a text."
         raise CheckpointError(reason) from error
+
+
+def _added_token(token: tokenizers.AddedToken) -> dict[str, Any]:
+    """An added token as tokenizer_config.json has it."""
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {name: getattr(token, name) for name in names}
 
 
 def _length(value: msgspec.Raw | None) -> int:

@@ -182,5 +182,6 @@ def test_what_a_request_goes_on_from_names_the_replica_that_has_it(
 
 def test_the_path_of_a_response_names_the_replica_that_has_it() -> None:
     assert holder_of(f"{RESPONSES}/resp_{RANDOM}-12", b"") == "12"
+    assert holder_of(f"{RESPONSES}/resp_{RANDOM}-12/cancel", b"") == "12"
     assert holder_of(f"{RESPONSES}/resp_1", b"") == ""
     assert holder_of("/v1/models", b"") == ""

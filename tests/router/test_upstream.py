@@ -176,6 +176,7 @@ def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, events: tuple[by
     ],
 )
 def test_the_error_of_a_response_has_the_number_that_follows(sent: bytes, number: int) -> None:
-    scope = {"path": "/v1/responses", "state": {"request_id": "id"}}
-    last = last_events(scope, ReplicaLostError(), sent)
-    assert json.loads(last.partition(b"data: ")[2])["sequence_number"] == number
+    for path in ("/v1/responses", "/v1/responses/resp_1"):
+        scope = {"path": path, "state": {"request_id": "id"}}
+        last = last_events(scope, ReplicaLostError(), sent)
+        assert json.loads(last.partition(b"data: ")[2])["sequence_number"] == number

@@ -109,18 +109,18 @@ def test_finish_reason_and_usage_are_right(
     http: httpx.Client, tokenizer: Tokenizer, stream: bool
 ) -> None:
     """Both finish reasons occur, and the counts equal those of the tokenizer."""
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "stop"),
-        ({"stop": " ="}, "stop"),
-        ({"max_tokens": 3}, "length"),
-        ({"max_tokens": 3, "ignore_eos": True}, "length"),
+    cases: list[tuple[dict[str, Any], str, str | int | None]] = [
+        ({}, "stop", tokenizer.eos_token_id),
+        ({"stop": " ="}, "stop", " ="),
+        ({"max_tokens": 3}, "length", None),
+        ({"max_tokens": 3, "ignore_eos": True}, "length", None),
     ]
-    for fields, reason in cases:
+    for fields, reason, matched in cases:
         body = {"messages": SUM, "temperature": 0, "logprobs": True, "stream": stream, **fields}
         if stream:
             body["stream_options"] = {"include_usage": True}
         answer = read(http.post("/v1/chat/completions", json=body), stream)
-        assert answer["finish_reason"] == reason
+        assert (answer["finish_reason"], answer["matched_stop"]) == (reason, matched)
         assert answer["usage"]["prompt_tokens"] == len(tokenizer.chat(SUM))
         # The token that ended it counts, and is not in the content.
         num_output = len(answer["tokens"]) + (reason == "stop")
@@ -136,6 +136,7 @@ def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
         (choice,) = body["choices"]
         return {
             "finish_reason": choice["finish_reason"],
+            "matched_stop": choice.get("matched_stop"),
             "usage": body["usage"],
             "tokens": choice["logprobs"]["content"],
         }
@@ -143,11 +144,30 @@ def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
     assert done == "data: [DONE]"
     *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    assert len(reasons) == 1
+    ends = [choice for choice in choices if choice["finish_reason"]]
+    assert len(ends) == 1 and not any(
+        "matched_stop" in each for each in choices if each not in ends
+    )
     scored = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
     tokens = [*itertools.chain(*scored)]
-    return {"finish_reason": reasons[0], "usage": last["usage"], "tokens": tokens}
+    return {
+        "finish_reason": ends[0]["finish_reason"],
+        "matched_stop": ends[0].get("matched_stop"),
+        "usage": last["usage"],
+        "tokens": tokens,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_completion_names_what_has_ended_it(
+    http: httpx.Client, tokenizer: Tokenizer, stream: bool
+) -> None:
+    prompt = tokenizer.chat(SUM)
+    for fields, matched in (({}, tokenizer.eos_token_id), ({"stop": ["x", " ="]}, " =")):
+        body = {"prompt": prompt, "max_tokens": 50, "temperature": 0, "stream": stream, **fields}
+        response = http.post("/v1/completions", json=body)
+        data = response.text.split("\n\n")[-3].removeprefix("data: ") if stream else response.text
+        assert json.loads(data)["choices"][0]["matched_stop"] == matched
 
 
 def test_answers_have_id_object_model_and_created(client: openai.OpenAI) -> None:

@@ -505,6 +505,17 @@ def sharpened() -> dict[str, Any]:
     useless = ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs")
     for field in (*useless, "previous_response_id"):
         del fields[field]
+    fields = schemas["DecisionRequest"]["properties"]
+    letter = {"type": "string", "pattern": "^[a-z]$"}  # prompts are not to be long
+    fields["input"] = letter
+    fields["questions"]["maxItems"] = 2
+    for name in ("PredicateQuestion", "ChoiceQuestion", "ScoreQuestion"):
+        schemas[name]["properties"]["instructions"] = letter
+    for name, field in (("Choice", "value"), ("Level", "label")):
+        schemas[name]["properties"] = {field: letter}
+        schemas[name]["additionalProperties"] = False
+    schemas["ChoiceQuestion"]["properties"]["choices"]["maxItems"] = 2
+    schemas["ScoreQuestion"]["properties"]["levels"]["maxItems"] = 2
     fields = schemas["EmbeddingRequest"]["properties"]
     pooled_id = {"type": "integer", "minimum": 0, "maximum": 400}
     ids = {"type": "array", "items": pooled_id, "minItems": 1, "maxItems": 20}

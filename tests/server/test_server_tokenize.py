@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from support.http_server import http_client
+from support.scripted_engine import IM, ScriptedEngine, qwen
 from support.serving import Served, demo_engine, served
+from tokenizers.processors import TemplateProcessing
 
 from minisgl.engine import AsyncEngine
+from minisgl.models.hub import DEMO_FOLDER
 from minisgl.text.tokenizer import Tokenizer
 
 HELLO: Any = [{"role": "user", "content": "Hello, you! 👍🏽"}]
@@ -72,6 +77,43 @@ def test_a_conversation_is_tokenized_like_a_chat_prompt(
     assert as_prompt["choices"][0]["text"] == answer["choices"][0]["message"]["content"]
 
 
+async def test_special_tokens_are_put_around_a_conversation_on_request() -> None:
+    tokenizer = qwen()
+    first, last = (tokenizer.encode(text, add_special_tokens=False) for text in IM)
+    tokenizer._backend.post_processor = TemplateProcessing(
+        single=f"{IM[0]} $A {IM[1]}", special_tokens=[(IM[0], *first), (IM[1], *last)]
+    )
+    assert tokenizer.special_around() == (first, last)
+    engine = ScriptedEngine(tokenizer)
+    messages = [{"role": "user", "content": "Hi"}]
+    async with http_client(engine) as client:
+
+        async def ids(**fields: Any) -> Any:
+            found = await client.post("/tokenize", json={"messages": messages, **fields})
+            tokens = found.json()["tokens"]
+            body = {"messages": messages, "max_tokens": 1, **fields}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            assert engine.streams[-1].prompt == tokens
+            return tokens
+
+        plain = await ids()
+        assert await ids(add_special_tokens=False) == plain
+        assert await ids(add_special_tokens=True) == [*first, *plain, *last]
+    await engine.close()
+
+
+def test_the_tokenizer_is_described_without_files(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    response = http.get("/tokenizer_info")
+    found = response.json()
+    config = json.loads((DEMO_FOLDER / "tokenizer_config.json").read_text())
+    assert found["chat_template"] == tokenizer.chat_template_text
+    assert found["eos_token"]["content"] == config["eos_token"] == "<|im_end|>"
+    assert found["added_tokens_decoder"][str(tokenizer.eos_token_id)]["special"] is True
+    assert found["model_max_length"] == config["model_max_length"]
+    assert found["tokenizer_class"] and str(DEMO_FOLDER) not in response.text
+    assert "name_or_path" not in found and "pad_token" in found
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -84,7 +126,6 @@ def test_a_conversation_is_tokenized_like_a_chat_prompt(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": HELLO, "tools": {}}, "tools"),
         (
             {

@@ -94,6 +94,12 @@ class BlockChoice(ReplyChoice):
     def num_scored(self) -> int:
         return sum(len(block.scored) for block in self.blocks)
 
+    def cut_open(self) -> None:
+        """Say of the open block that nothing follows in it."""
+        if self._open is not None:
+            self._open.cut = True
+            self._open = None
+
     def check_finished(self) -> EndReason:
         reason = super().check_finished()
         return "length" if self._reader.has_broken_call else reason

@@ -102,6 +102,10 @@ def check_num_logprobs(body: ChatRequest | CompletionRequest, most: int) -> None
 
 def refuse_with_images(body: ChatRequest) -> None:
     """Raise InvalidRequestError for what a prompt with images cannot have."""
+    if body.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens", "is not supported for messages with images."
+        )
     if body.truncate_prompt_tokens is not None:
         reason = "is not supported for messages with images."
         raise InvalidRequestError("truncate_prompt_tokens", reason)

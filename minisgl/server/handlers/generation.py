@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from minisgl.engine.answer_plan import AnswerPlan
-from minisgl.errors import InvalidRequestError
+from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
 from minisgl.server.answers.jobs import (
@@ -34,11 +34,19 @@ from minisgl.server.apis.openai.chat_reply import ChatReply
 from minisgl.server.apis.openai.chunked_reply import ChunkedReply
 from minisgl.server.apis.openai.completion_reply import CompletionReply
 from minisgl.server.apis.responses.answer_types import DeletedResponse
+from minisgl.server.apis.responses.background import (
+    BackgroundAnswer,
+    EventStream,
+    RunningResponse,
+    at_once,
+    events_after,
+    starting_after,
+)
 from minisgl.server.apis.responses.conversation import chat_of, shortened
 from minisgl.server.apis.responses.history import History
 from minisgl.server.apis.responses.ids import new_response_id
 from minisgl.server.apis.responses.reply import ResponsesReply
-from minisgl.server.apis.responses.request_types import HOSTED, ResponsesRequest
+from minisgl.server.apis.responses.request_types import HOSTED, STREAM_INSTEAD, ResponsesRequest
 from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.http.auth import client_of
 from minisgl.server.http.encoding import json_response
@@ -53,6 +61,9 @@ from minisgl.server.requests.request_types import (
 )
 from minisgl.server.requests.translation import TranslatedChat
 from minisgl.server.service import Asked, Service
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +117,8 @@ async def completions(service: Service, asked: Asked[CompletionRequest]) -> ASGI
 
 async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp:
     engine, body = asked.engine, asked.body
+    if body.background and not service.store.is_on:
+        raise InvalidRequestError("background", STREAM_INSTEAD)
     history = History(service.store, asked.client)
     items = history.conversation(body)
     tools = ToolBox(body.tools or ())
@@ -121,7 +134,7 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
         if body.truncation == "auto":
             chat = await shortened(chat, engine, service.reading)
         plan, (job,) = await _chat_jobs(service, asked, chat.body)
-    keeps = service.store.is_on and body.store is not False
+    keeps, keep = service.store.is_on and body.store is not False, partial(history.keep, body)
     reply = ResponsesReply(
         job,
         body,
@@ -130,20 +143,48 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
         spaced=tools.spaced,
         id=reply_id(asked.scope),
         response_id=new_response_id(service.state.replica),
-        keep=partial(history.keep, body) if keeps else None,
+        keep=keep if keeps else None,
     )
-    return _response(service, asked, reply, plan)
+    if not body.background:
+        return _response(service, asked, reply, plan)
+    service.running.check_room()
+    running = RunningResponse(reply, keep, has_events=bool(body.stream))
+    return _response(service, asked, reply, plan, running)
 
 
-async def stored_response(service: Service, request: Request) -> Response:
-    if request.query_params.get("stream") == "true":
-        raise InvalidRequestError("stream", "is not supported for an answer that has ended.")
-    body = _history_for(service, request).body_of(request.path_params["id"])
+async def stored_response(service: Service, request: Request) -> ASGIApp:
+    id, running = request.path_params["id"], _running_for(service, request)
+    number = starting_after(request.query_params)
+    if number is None:
+        body = running.body if running else _history_for(service, request).response(id).body
+        return Response(body, media_type="application/json")
+    if running is not None and running.has_events:
+        return EventStream(running.events_after(number))
+    events = b"" if running else _history_for(service, request).response(id).events
+    if not events:
+        raise InvalidRequestError(
+            "stream", "is only allowed for responses made with background: true and stream: true."
+        )
+    return EventStream(at_once(events_after(events, number)))
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    if (running := _running_for(service, request)) is not None:
+        await running.cancel()
+        body = running.body
+    else:
+        stored = _history_for(service, request).response(request.path_params["id"])
+        if not stored.is_background:
+            reason = "is that of a response without background: true, which cannot be cancelled."
+            raise InvalidRequestError("response_id", reason)
+        body = stored.body
     return Response(body, media_type="application/json")
 
 
 async def delete_response(service: Service, request: Request) -> Response:
     id = request.path_params["id"]
+    if (running := _running_for(service, request)) is not None:
+        await running.cancel()
     _history_for(service, request).remove(id)
     return json_response(DeletedResponse(id))
 
@@ -176,7 +217,7 @@ async def tokenize(service: Service, asked: Asked[TokenizeRequest]) -> Response:
         token_ids = await engine.encode(body.prompt, add_special_tokens=special, any_length=True)
     else:
         conversation = await conversation_of(engine, body, service.reading, any_length=True)
-        token_ids = conversation.prompt_token_ids
+        token_ids = _with_special(engine, body, conversation.prompt_token_ids)
     answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
     if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
         answer.token_strs = await _put_together(
@@ -193,6 +234,18 @@ async def detokenize(service: Service, asked: Asked[DetokenizeRequest]) -> Respo
     full_text = partial(engine.tokenizer.decode, skip_special_tokens=False)
     text = await _put_together(full_text, body.tokens)
     return json_response(answer_types.Text(text))
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    tokenizer = service.state.engine().tokenizer
+    if tokenizer is None:
+        raise CallerError("The model has no tokenizer.")
+    return json_response(answer_types.TokenizerInfo(**tokenizer.described()))
+
+
+def _running_for(service: Service, request: Request) -> RunningResponse | None:
+    """The response in the background that a request is about, unless it has ended."""
+    return service.running.find(client_of(request.scope), request.path_params["id"])
 
 
 def _history_for(service: Service, request: Request) -> History:
@@ -245,10 +298,20 @@ async def _chat_jobs(
     if prompt.spans:
         keys = prompt.token_ids
         refuse_with_images(body)
-    prompts = [prompt.shown_token_ids]
+    prompts = [_with_special(engine, body, prompt.shown_token_ids)]
     fitting = fitted_prompts(engine, body, prompts, clamp=clamp or config.clamp_max_tokens)
     tenant, extras = body.tenant(asked.client), (*asked.adapter, *prompt.extras)
     return plan, jobs_of(body, fitting, [body.echoed], tenant, plan, extras, style, keys)
+
+
+def _with_special(
+    engine: AsyncEngine, body: ChatRequest | TokenizeRequest, token_ids: list[int]
+) -> list[int]:
+    """A conversation, between the special tokens of each text if the request wants these."""
+    if not body.add_special_tokens or engine.tokenizer is None:
+        return token_ids
+    before, after = engine.tokenizer.special_around()
+    return [*before, *token_ids, *after]
 
 
 def _answer(
@@ -272,9 +335,15 @@ def _answer(
     return _response(service, asked, reply, plan)
 
 
-def _response(service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPlan) -> ASGIApp:
-    """The response that generates `reply`."""
-    answer = StreamedResponse if asked.body.stream else WholeResponse
+def _response(
+    service: Service,
+    asked: Asked[Any],
+    reply: Reply,
+    plan: AnswerPlan,
+    background: RunningResponse | None = None,
+) -> ASGIApp:
+    """The response that generates `reply`, if need be in the background."""
+    answer = StreamedResponse if asked.body.stream or background else WholeResponse
     headers = []
     if (span := span_of(asked.scope)) is not None:
         span.asked(asked.model, reply.choices[0].job.params, len(reply.choices))
@@ -282,7 +351,9 @@ def _response(service: Service, asked: Asked[Any], reply: Reply, plan: AnswerPla
         names = ", ".join(ignored)
         logger.info("request %s: not enforced in its schema: %s", asked.id, names)
         headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-    app = answer(asked.engine, reply, headers)
+    app: ASGIApp = answer(asked.engine, reply, headers)
+    if background is not None:
+        app = BackgroundAnswer(service.running, asked.client, background, app, headers)
     around = service.state.around
     return app if around is None else around(asked.scope, reply, app)
 

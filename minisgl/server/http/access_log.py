@@ -117,7 +117,7 @@ class Observe:
             if status is None:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
-            _log(scope, status)
+            write_record(scope, status)
             if self._usage is not None:
                 _count_usage(scope, self._usage)
             if span is not None:
@@ -137,6 +137,13 @@ def _route(scope: Scope) -> str:
 def note(scope: Scope, **fields: str | int | float) -> None:
     """Add fields to the record of a request: nothing that its client chose."""
     scope["state"].setdefault(FIELDS, {}).update(fields)
+
+
+def with_own_record(scope: Scope) -> Scope:
+    """The scope of work that goes on when its request has been answered: with a record of its own,
+    which begins with what the request's has."""
+    state = scope["state"]
+    return {**scope, "state": {**state, FIELDS: dict(state.get(FIELDS, ()))}}
 
 
 def note_failure(scope: Scope, error: Exception) -> None:
@@ -159,7 +166,7 @@ def _count_usage(scope: Scope, usage: dict[str, Usage]) -> None:
         of_key.num_output_tokens += noted.get("output_tokens", 0)
 
 
-def _log(scope: Scope, status: int) -> None:
+def write_record(scope: Scope, status: int) -> None:
     """Write the record of a request that has ended with `status`, which is 200 for a stream that
     failed after it had begun."""
     state = scope["state"]

@@ -381,6 +381,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """How many tokens the model may think. Default: no limit. Example: `200`"""
     add_generation_prompt: bool | None = None
     """Begin the assistant's message in the prompt. Default: true. Example: `true`"""
+    add_special_tokens: bool | None = None
+    """Put the tokenizer's own special tokens around the prompt, besides those of the template.
+    Default: false. Example: `true`"""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables of the chat template. Default: none. Example: `{"enable_thinking": false}`"""
     continue_final_message: bool | None = None
@@ -525,10 +528,6 @@ class TokenizeRequest(Struct, kw_only=True):
             raise InvalidRequestError("messages", "is not allowed together with prompt.")
         if self.prompt is not None and self.tools is not None:
             raise InvalidRequestError("tools", "is not allowed together with prompt.")
-        if self.messages is not None and self.add_special_tokens:
-            raise InvalidRequestError(
-                "add_special_tokens", "is not allowed with messages; their template adds its own."
-            )
 
 
 class DetokenizeRequest(Struct, kw_only=True):

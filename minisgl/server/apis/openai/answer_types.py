@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 from minisgl.server.answers.content_scores import ScoredToken
 from minisgl.server.answers.reply import EndReason
+from minisgl.text.tokenizer import DESCRIBED
 
 ChatEndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -86,11 +87,15 @@ class AnswerMessage(Struct):
     reasoning: str | UnsetType | None = UNSET
 
 
+MatchedStop: TypeAlias = int | str | UnsetType  # the token or the text that ended the answer
+
+
 class ChatAnswerChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatEndReason
+    matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
 
@@ -132,6 +137,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatEndReason | None
+    matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -165,6 +171,7 @@ class CompletionAnswerChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: EndReason
     prompt_token_ids: list[int] | UnsetType = UNSET
+    matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
@@ -185,6 +192,7 @@ class CompletionChunkChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: EndReason | None
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
+    matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -211,6 +219,16 @@ class Tokens(Struct):
 
 class Text(Struct):
     prompt: str
+
+
+TokenizerInfo = defstruct(
+    "TokenizerInfo",
+    [
+        ("tokenizer_class", str),
+        ("chat_template", str | dict[str, str] | None),
+        *((name, Any, UNSET) for name in sorted(DESCRIBED)),
+    ],
+)
 
 
 class Model(Struct, tag_field="object", tag="model"):

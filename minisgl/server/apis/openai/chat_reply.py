@@ -79,6 +79,7 @@ class ChatChoice(ChunkedChoice):
             logprobs=self._show(self._placed) if self._scored else None,
             finish_reason=self._end_reason(),
             token_ids=self._reported(self._token_ids),
+            matched_stop=self.matched_stop,
             routed_experts=self.last.routed_experts or UNSET,
         )
 
@@ -137,6 +138,7 @@ class ChatChoice(ChunkedChoice):
             delta=delta,
             logprobs=logprobs,
             finish_reason=finish_reason,
+            matched_stop=UNSET if finish_reason is None else self.matched_stop,
             token_ids=self._reported(token_ids),
         )
         return self._envelope.around(

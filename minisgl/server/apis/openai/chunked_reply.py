@@ -23,6 +23,7 @@ from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply, ReplyChoice
 from minisgl.server.apis.openai.answer_types import (
     CompletionTokensDetails,
+    MatchedStop,
     PromptLogprobs,
     PromptToken,
     PromptTokensDetails,
@@ -113,6 +114,11 @@ class ChunkedChoice(ReplyChoice):
         if self.job.prompt_logprobs is None:
             return UNSET
         return [None, *map(self._prompt_token, self._prompt_logprobs)]
+
+    @property
+    def matched_stop(self) -> MatchedStop:
+        """What has ended the answer, if that is a token or a text."""
+        return UNSET if self.last.stop_reason is None else self.last.stop_reason
 
     def _begin(self, delta: OutputDelta) -> bytes:
         """The event before those of the first delta, whose usage has no output yet."""

@@ -60,6 +60,7 @@ class CompletionChoice(ChunkedChoice):
             prompt_token_ids=self.prompt_token_ids,
             token_ids=self._reported(self._token_ids),
             prompt_logprobs=self.prompt_logprobs,
+            matched_stop=self.matched_stop,
             routed_experts=self.last.routed_experts or UNSET,
         )
 
@@ -83,6 +84,7 @@ class CompletionChoice(ChunkedChoice):
             logprobs=logprobs,
             finish_reason=finish_reason,
             prompt_token_ids=prompt_token_ids,
+            matched_stop=UNSET if finish_reason is None else self.matched_stop,
             token_ids=self._reported(token_ids),
         )
         return self._envelope.around(answers.CompletionChunk, [choice], self._chunk_usage())

@@ -128,7 +128,7 @@ class IncompleteDetails(Struct):
 class Response(Struct, tag_field="object", tag="response", kw_only=True):
     id: str
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     completed_at: int | None = None
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -141,7 +141,7 @@ class Response(Struct, tag_field="object", tag="response", kw_only=True):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None = None
-    background: Literal[False] = False
+    background: bool = False
     store: bool
     reasoning: ReasoningEcho
     temperature: float
@@ -166,6 +166,10 @@ class StreamEvent(Struct, tag_field="type", kw_only=True):
 
 
 class ResponseCreated(StreamEvent, tag="response.created"):
+    response: Response
+
+
+class ResponseQueued(StreamEvent, tag="response.queued"):
     response: Response
 
 

@@ -65,8 +65,9 @@ class History:
             )
         return items
 
-    def keep(self, body: ResponsesRequest, response: Response) -> None:
-        """Keep the answer to a request. References stay references: items are kept once."""
+    def keep(self, body: ResponsesRequest, response: Response, events: bytes = b"") -> None:
+        """Keep the answer to a request, with the events of its stream if clients may ask for them.
+        References stay references: items are kept once."""
         kept = StoredResponse(
             response.id,
             body.previous_response_id,
@@ -74,12 +75,14 @@ class History:
             # As items of the input, which have no logprobs.
             tuple(encode(_decode_item(encode(item))) for item in response.output),
             encode(response),
+            response.background,
+            events,
         )
         self._store.keep(self._client, kept)
 
-    def body_of(self, id: str) -> bytes:
-        """The response with this id as JSON; raises NotStoredError."""
-        return self._found(id, "response_id", "response", "response_not_found").body
+    def response(self, id: str) -> StoredResponse:
+        """The response with this id; raises NotStoredError."""
+        return self._found(id, "response_id", "response", "response_not_found")
 
     def remove(self, id: str) -> None:
         """Forget a response; raises NotStoredError."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from msgspec import UNSET, Raw
 from msgspec.structs import replace
 
 from minisgl.errors import foreseen
+from minisgl.request import OutputDelta
 from minisgl.server.answers.alignment import PlacedToken
 from minisgl.server.answers.blocks import (
     Block,
@@ -83,12 +84,18 @@ class ResponseChoice(BlockChoice):
         self._spaced = spaced
         self._num_events = 0
         self._delta: _DeltaEvent | None = None  # of the open item
+        self.opening: answers.StreamEvent | None = None  # comes before the first item
 
     def numbered(self, event: answers.StreamEvent) -> bytes:
         """The next event of the stream."""
         event.sequence_number = self._num_events
         self._num_events += 1
         return typed_event(event)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been generated."""
+        return self._started
 
     @property
     def items(self) -> list[answers.OutputItem]:
@@ -106,6 +113,9 @@ class ResponseChoice(BlockChoice):
             output_tokens_details=answers.ResponseOutputDetails(last.num_reasoning_tokens),
             total_tokens=num_input + num_output,
         )
+
+    def _opening(self, delta: OutputDelta) -> bytes:
+        return b"" if self.opening is None else self.numbered(self.opening)
 
     def _more(self, block: Block, text: str) -> bytes:
         assert self._delta is not None
@@ -201,14 +211,35 @@ class ResponsesReply(Reply):
         """`id` must differ from that of every other reply. It may be logged; response_id, which
         the client gets, may not. spaced: see ResponseChoice. keep: stores the answer."""
         super().__init__(f"resp_{id}")
+        self.response_id = response_id
         self._choice = ResponseChoice(job, tokenizer, spaced, response_id)
         self.choices: Sequence[ResponseChoice] = [self._choice]
-        self._keep = keep
+        self._keep = None if body.background else keep
         self._begun = _begun(response_id, job, body, model, is_stored=keep is not None)
+        self._end: answers.Response | None = None
+
+    def so_far(self) -> answers.Response:
+        """The response in the background, as far as it has come."""
+        if self._end is not None:
+            return self._end
+        status = "in_progress" if self._choice.has_begun else "queued"
+        return replace(self._begun, status=status, output=self._choice.items)
+
+    def ended(self) -> answers.Response:
+        """The response in the background, after its events: one without an end was cancelled."""
+        if self._end is None:
+            self._choice.cut_open()
+            self._end = self._stopped("cancelled")
+        return self._end
 
     def first_events(self) -> bytes:
-        created = self._choice.numbered(answers.ResponseCreated(self._begun))
-        return created + self._choice.numbered(answers.ResponseInProgress(self._begun))
+        choice, begun = self._choice, self._begun
+        created = choice.numbered(answers.ResponseCreated(begun))
+        in_progress = answers.ResponseInProgress(replace(begun, status="in_progress"))
+        if not begun.background:
+            return created + choice.numbered(in_progress)
+        choice.opening = in_progress
+        return created + choice.numbered(answers.ResponseQueued(begun))
 
     def last_events(self) -> bytes:
         response = self._ended()
@@ -219,17 +250,22 @@ class ResponsesReply(Reply):
 
     def failure_events(self, error: Exception) -> bytes:
         message = str(foreseen(error))[:MAX_ERROR_CHARS]
-        response = replace(
-            self._begun,
-            status="failed",
-            error=answers.ResponseFailure("server_error", message),
-            output=self._choice.items,
-            usage=self._choice.usage,
-        )
-        return self._choice.numbered(answers.ResponseFailed(response))
+        failure = answers.ResponseFailure("server_error", message)
+        self._end = self._stopped("failed", failure)
+        return self._choice.numbered(answers.ResponseFailed(self._end))
 
     def whole(self) -> bytes:
         return encode(self._ended())
+
+    def _stopped(
+        self,
+        status: Literal["failed", "cancelled"],
+        error: answers.ResponseFailure | None = None,
+    ) -> answers.Response:
+        choice = self._choice
+        return replace(
+            self._begun, status=status, error=error, output=choice.items, usage=choice.usage
+        )
 
     def _ended(self) -> answers.Response:
         """The whole response; it is stored before the client can know that it has ended."""
@@ -243,6 +279,7 @@ class ResponsesReply(Reply):
             output=choice.items,
             usage=choice.usage,
         )
+        self._end = response
         if self._keep is not None:
             self._keep(response)
         return response
@@ -257,7 +294,7 @@ def _begun(
     return answers.Response(
         id=id,
         created_at=int(time.time()),
-        status="in_progress",
+        status="queued" if body.background else "in_progress",
         model=model,
         output=[],
         instructions=body.instructions,
@@ -265,6 +302,7 @@ def _begun(
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
+        background=bool(body.background),
         store=is_stored,
         truncation=body.truncation or "disabled",
         reasoning=answers.ReasoningEcho(body.reasoning.effort if body.reasoning else None, None),

@@ -15,7 +15,7 @@ from minisgl.server.requests.constraint_types import (
     TextFormat,
 )
 from minisgl.server.requests.described import NOT_GIVEN, Ignored, Unsupported, takes, unsupported
-from minisgl.server.requests.request_types import NumLogprobs, Off, PositiveCount, check_off
+from minisgl.server.requests.request_types import NumLogprobs, PositiveCount, check_off
 from minisgl.server.requests.tools import MAX_TOOLS, TextInput
 from minisgl.server.requests.translation import TranslatedFields
 
@@ -28,6 +28,10 @@ Metadata = Annotated[
 STATELESS = (
     "is not supported, because answers are not stored. Send the whole conversation in input: its "
     "items, the output of each answer, and what is new."
+)
+STREAM_INSTEAD = (
+    "is not supported, because answers are not stored. Leave it out; with stream: true the answer "
+    "comes as it is written."
 )
 NO_CONVERSATIONS = unsupported(
     "send previous_response_id, or the whole conversation in input: its items, the output of each "
@@ -62,9 +66,6 @@ else:
 # Types of tools that the client runs, and that of several of these under a name of their own.
 CALLABLE = frozenset(("function", "custom"))
 NAMESPACE = "namespace"
-STREAM_INSTEAD = (
-    "is not supported. Leave it out; with stream: true the answer comes as it is written."
-)
 
 
 class InputTextPart(Struct, tag_field="type", tag="input_text"):
@@ -245,15 +246,18 @@ class ResponsesRequest(TranslatedFields, kw_only=True):
     store: bool | None = None
     """Whether the answer is kept, to go on from its id. Default: true. Example: `false`"""
 
+    background: bool | None = None
+    """Answer at once, and generate the response without its client. Default: false. Example:
+    `true`"""
+
     conversation: Annotated[None, NO_CONVERSATIONS] = None
     prompt: Annotated[None, NO_PROMPTS] = None
-    background: Off = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_off(logprobs=self.logprobs, return_token_ids=self.return_token_ids)
-        if self.background:
-            raise InvalidRequestError("background", STREAM_INSTEAD)
+        if self.background and self.store is False:
+            raise InvalidRequestError("background", "is only allowed with store: true.")
 
     @property
     def wants_logprobs(self) -> bool:

@@ -27,11 +27,14 @@ class StoredResponse:
     input: tuple[bytes, ...]  # the items of its request, each as JSON
     output: tuple[bytes, ...]  # its own
     body: bytes  # the whole response as JSON
+    is_background: bool = False
+    events: bytes = b""  # of its stream, if clients may ask for them
 
     @property
     def own_bytes(self) -> int:
         """What it takes besides its items."""
-        return len(self.body) + USE_BYTES * (len(self.input) + len(self.output)) + ENTRY_BYTES
+        own = len(self.body) + len(self.events)
+        return own + USE_BYTES * (len(self.input) + len(self.output)) + ENTRY_BYTES
 
 
 @dataclass(slots=True)
