@@ -148,6 +148,28 @@ def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.M
     assert found[2] <= found[0]
 
 
+def test_the_tower_and_its_rows_are_there_when_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left then is divided."""
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            happened.append(name)
+            return function(*args, **given)
+
+        return call
+
+    monkeypatch.setattr(load, "load_images", noted("tower", load.load_images))
+    measured = noted("weights", load.WeightMemory.measured)
+    monkeypatch.setattr(load.WeightMemory, "measured", staticmethod(measured))
+    monkeypatch.setattr(load, "fit_capacity", noted("division", load.fit_capacity))
+    monkeypatch.setattr(DeviceImages, "peak_bytes", noted("image", lambda self, sight: 0))
+    load_runner(setup_of(LLAVA)).close()
+    assert happened == ["tower", "weights", "image", "division"]
+
+
 def _one_direction(self: Pictured, start: int, end: int) -> Any:
     return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start))
 

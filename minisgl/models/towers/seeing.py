@@ -144,12 +144,12 @@ class SeeingAdopted(TurningModel):
             self._positions = None
 
     def _rotations(self, x: Any, position_ids: Any) -> tuple[Any, Any]:
-        positions = self._positions
+        found: tuple[Any, Any] = self._compute(x, position_ids)
+        positions, angles = self._positions, found[0]
         if positions is None:
-            return self._compute(x, position_ids)
-        found, _ = self._compute(x, position_ids)
-        if isinstance(found, Angles):  # which are of all positions
-            angles = Angles(self._of_axes(*(found.table[each] for each in positions)))
+            return found
+        if isinstance(angles, Angles):  # which are of all positions
+            angles = Angles(self._of_axes(*(angles.table[each] for each in positions)))
             return angles, angles
         pairs = [self._compute(x, each[None]) for each in positions]
         cos, sin = (self._of_axes(*parts) for parts in zip(*pairs, strict=True))

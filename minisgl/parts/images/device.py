@@ -119,7 +119,7 @@ class DeviceImages:
     ) -> Tensor:
         """What a plan says of the rows of this rank's chunks: [num_lines, num_rows] int64."""
         own = [np.frombuffer(data, np.int32) for slot, data in chunks if is_own(slot)]
-        parts = [each.reshape(num_lines, -1) for each in own] or [np.zeros((num_lines, 0))]
+        parts = [np.zeros((num_lines, 0), np.int32), *(each.reshape(num_lines, -1) for each in own)]
         (sent,) = self._lanes.upload([np.concatenate(parts, axis=1).ravel()])
         return sent.view(num_lines, -1)
 
