@@ -146,7 +146,7 @@ class Refilling:
             group.close()
 
     def close(self) -> None:
-        """Leave all groups: torch has them for the process, which may start another engine."""
+        """Leave all groups."""
         for name in [*self._groups]:
             self.leave(name)
 
@@ -166,6 +166,7 @@ class Refilling:
                 except CheckpointError as error:  # the others in the group wait for this rank
                     wrong = wrong or error
         except RuntimeError as error:
+            self.leave(name)  # of which nothing more can come
             raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
         if wrong is not None:
             raise wrong
