@@ -3,8 +3,8 @@
 bash scripts/tools/browser.sh
 python scripts/tools/image_on_page.py .github/images/seen.png
 
-No model that sees is small enough to be bundled. So a small Llava learns to name coloured shapes,
-in a few minutes; then a server runs it, and a browser shows it a picture.
+No model that sees is small enough to be bundled. So a small Llava learns to name the colours of
+flags, in a few minutes; then a server runs it, and a browser shows it a picture.
 """
 
 from __future__ import annotations
@@ -51,38 +51,32 @@ TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 COLOURS = {
-    "red": (214, 48, 49),
-    "green": (39, 174, 96),
-    "blue": (41, 98, 255),
-    "yellow": (250, 204, 21),
-    "purple": (142, 68, 173),
-    "orange": (243, 124, 20),
+    "red": (206, 43, 55),
+    "green": (0, 146, 70),
+    "blue": (0, 85, 164),
+    "white": (250, 250, 250),
+    "yellow": (255, 205, 0),
+    "black": (20, 20, 20),
 }
-SHAPES = ("circle", "square", "triangle")
-QUESTIONS = ("What do you see?", "Which colour is it?", "And which shape?")
+QUESTIONS = ("Which colours has this flag?", "And in the middle?")
 SIZE = 56  # of the pictures that it learns from, a side
-NUM_STEPS, BATCH = 1500, 16
+NUM_STEPS, BATCH = 900, 16
 BEGINNING = "ASSISTANT:"
 
 
-def drawn(shape: str, colour: str, size: tuple[int, int], at: tuple[float, float, float]) -> Any:
-    """at: the centre and half the width, as parts of the height."""
-    image = Image.new("RGB", size, (246, 244, 238))
-    x, y = size[0] / 2 + at[0] * size[1], size[1] / 2 + at[1] * size[1]
-    r, draw = at[2] * size[1], ImageDraw.Draw(image)
-    fill = COLOURS[colour]
-    if shape == "circle":
-        draw.ellipse((x - r, y - r, x + r, y + r), fill)
-    elif shape == "square":
-        draw.rectangle((x - r, y - r, x + r, y + r), fill)
-    else:
-        draw.polygon([(x, y - r), (x + r, y + r), (x - r, y + r)], fill)
+def drawn(colours: Sequence[str], height: int) -> Image.Image:
+    """A flag of three stripes, from left to right."""
+    image = Image.new("RGB", (height * 3 // 2, height))
+    draw = ImageDraw.Draw(image)
+    for place, colour in enumerate(colours):
+        left = place * height // 2
+        draw.rectangle((left, 0, left + height // 2, height), COLOURS[colour])
     return image
 
 
-def answers(shape: str, colour: str) -> tuple[str, ...]:
-    article = "an" if colour[0] in "aeiou" else "a"
-    return f" I see {article} {colour} {shape}.", f" It is {colour}.", f" A {shape}."
+def answers(colours: Sequence[str]) -> tuple[str, ...]:
+    left, middle, right = colours
+    return f" {left.capitalize()}, {middle} and {right}.", f" It is {middle}."
 
 
 def make_model(folder: Path) -> tuple[Any, Any]:
@@ -120,11 +114,9 @@ def batch_of(processor: Any, rng: random.Random) -> dict[str, Tensor]:
     """Conversations about a picture each, and the tokens of answers in them, which are learned."""
     images, texts = [], []
     for _ in range(BATCH):
-        shape, colour = rng.choice(SHAPES), rng.choice([*COLOURS])
-        at = (rng.uniform(-0.1, 0.1), rng.uniform(-0.1, 0.1), rng.uniform(0.2, 0.36))
-        images.append(drawn(shape, colour, (SIZE, SIZE), at))
-        order = rng.sample(range(len(QUESTIONS)), 2)
-        said = [(QUESTIONS[each], answers(shape, colour)[each]) for each in order]
+        colours = rng.choices([*COLOURS], k=3)
+        images.append(drawn(colours, SIZE))
+        said = zip(QUESTIONS, answers(colours), strict=True)
         turns = [f"USER: {q}\n{BEGINNING}{a}</s>" for q, a in said]
         turns[0] = turns[0].replace("USER: ", "USER: <image>\n")
         texts.append("".join(turns))
@@ -150,8 +142,8 @@ def train(folder: Path) -> None:
     processor, model = make_model(folder)
     processor.tokenizer.pad_token = processor.tokenizer.eos_token
     processor.tokenizer.padding_side = "right"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, NUM_STEPS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, NUM_STEPS)
     rng = random.Random(0)
     for step in range(NUM_STEPS):
         batch = batch_of(processor, rng)
@@ -174,28 +166,25 @@ def show(folder: Path, file: Path) -> None:
     async def start() -> AsyncEngine:
         return await demo_engine(model=str(folder), dtype="float32", max_seq_len_override=512)
 
-    def picture(shape: str, colour: str) -> bytes:
-        return encoded(drawn(shape, colour, (480, 320), (0.0, 0.0, 0.3)))
-
     def wait_for_processes(url: str) -> None:
         """So that the first answer on the page does not."""
-        image = f"data:image/png;base64,{b64encode(picture('circle', 'blue')).decode()}"
+        image = f"data:image/png;base64,{b64encode(encoded(drawn(['red'] * 3, 280))).decode()}"
         said = [{"type": "image_url", "image_url": {"url": image}}]
-        asked = {"model": "shapes", "messages": [{"role": "user", "content": said}]}
+        asked = {"model": "flags", "messages": [{"role": "user", "content": said}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=None)
         answer.raise_for_status()
 
     size: Any = {"width": 1180, "height": 760}
     with (
         browser() as chromium,
-        served(start, served_model_name=("shapes",)) as server,
+        served(start, served_model_name=("flags",)) as server,
         opened(chromium, server.url, viewport=size, device_scale_factor=1.5) as page,
     ):
         wait_for_processes(server.url)
-        shown = picture("triangle", "orange")
-        given: Any = [{"name": "sign.png", "mimeType": "image/png", "buffer": shown}]
+        shown = encoded(drawn(("green", "white", "red"), 280))
+        given: Any = [{"name": "flag.png", "mimeType": "image/png", "buffer": shown}]
         page.locator("#attachments").set_input_files(given)
-        for number, question in enumerate(QUESTIONS[:2], 1):
+        for number, question in enumerate(QUESTIONS, 1):
             page.get_by_label("Your message").fill(question)
             page.keyboard.press("Enter")
             expect(page.locator(".answer[aria-busy=false]")).to_have_count(number)
