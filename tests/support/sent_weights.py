@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import torch
 from support.ports import free_port
 from support.replaced_weights import (
     GREEDY,
@@ -55,7 +56,8 @@ def check_sent(backend: str, device: str, /, **options: Any) -> None:
             assert engine.weights.version == "1"
             for name in sorted(weights_of(1)):  # cut by outputs, by inputs, and not at all
                 found = await engine.weights.read(name, 70)
-                assert found == weights_of(1)[name][:70].float().tolist(), name
+                sent = weights_of(1)[name][:70].to(getattr(torch, options.get("dtype", "float32")))
+                assert found == sent.float().tolist(), name
             await engine.weights.leave_group("weights")
             with pytest.raises(CheckpointError, match="There is no group weights"):
                 await engine.weights.update_from_group("weights", told[:9])
