@@ -15,7 +15,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.image_cases import GEMMA_3, GEMMA_4, LLAVA, QWEN, QWEN_3_VL, image_case, submitted
+from support.image_cases import (
+    GEMMA_3,
+    GEMMA_4,
+    GLMS,
+    LLAVA,
+    QWEN,
+    QWEN_3_VL,
+    image_case,
+    submitted,
+)
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from minisgl.config import EngineConfig
@@ -43,7 +52,7 @@ def setup_of(architecture: str) -> Setup:
     return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4])
+@pytest.mark.parametrize("architecture", [LLAVA, QWEN, *qwen_vl.READERS, *GLMS, GEMMA_3, GEMMA_4])
 def test_models_that_see_are_shown_to(architecture: str) -> None:
     found = proven(setup_of(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight)
@@ -65,6 +74,7 @@ PUBLISHED = (
     *("Idefics3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Lfm2VlForConditionalGeneration"),
     *("Cohere2VisionForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    "Glm46VForConditionalGeneration",
 )
 TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISHED
 
@@ -81,6 +91,8 @@ def published(architecture: str, folder: Path) -> Setup:
     config.architectures = [architecture]
     if architecture == GEMMA_4:  # by default it has no tower
         config.vision_config = transformers.Gemma4VisionConfig()
+    if "glm4v" in config.text_config.model_type:  # as all checkpoints have it
+        config.text_config.rope_parameters["partial_rotary_factor"] = 0.5
     config.save_pretrained(folder)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
     options |= {"load_format": "dummy", "max_seq_len_override": 128}
@@ -134,6 +146,28 @@ def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.M
     load_runner(replace(setup, sight="it reads text only")).close()
     assert found[1] == found[0] + 12345
     assert found[2] <= found[0]
+
+
+def test_the_tower_and_its_rows_are_there_when_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left then is divided."""
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            happened.append(name)
+            return function(*args, **given)
+
+        return call
+
+    monkeypatch.setattr(load, "load_images", noted("tower", load.load_images))
+    measured = noted("weights", load.WeightMemory.measured)
+    monkeypatch.setattr(load.WeightMemory, "measured", staticmethod(measured))
+    monkeypatch.setattr(load, "fit_capacity", noted("division", load.fit_capacity))
+    monkeypatch.setattr(DeviceImages, "peak_bytes", noted("image", lambda self, sight: 0))
+    load_runner(setup_of(LLAVA)).close()
+    assert happened == ["tower", "weights", "image", "division"]
 
 
 def _one_direction(self: Pictured, start: int, end: int) -> Any:
@@ -199,6 +233,7 @@ OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         *((QWEN, mistake) for mistake in MISTAKES | OF_ALL),
         *((LLAVA, mistake) for mistake in OF_ALL),
         *((QWEN_3_VL, mistake) for mistake in OF_DEEP | MISTAKES),
+        *((each, "positions in one direction") for each in GLMS),
         *((GEMMA_3, mistake) for mistake in OF_BOTH_WAYS),
         *((GEMMA_4, mistake) for mistake in OF_BOTH_WAYS | OF_WINDOWS),
     ],

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.draft_networks import hybrid
+from support.image_cases import GEMMA_4, GLMS, QWEN, QWEN_3_VL
+from support.image_cases import check as check_images
 from support.parity import batch, case_of, greedy, load_engine
 from support.pipelines import mixed_outcomes
 from support.tensor_parallel import check_with_aborts, short_case_of
@@ -37,6 +39,11 @@ def test_greedy_tokens_equal_those_of_transformers(name: str) -> None:
 
 def test_tokens_of_an_adopted_model_equal_those_of_transformers() -> None:
     check_with_aborts(short_case_of("qwen3"), model_impl="adopted", **ON_GPU)
+
+
+@pytest.mark.parametrize("architecture", [QWEN, QWEN_3_VL, GLMS[0], GEMMA_4])
+def test_tokens_behind_images_equal_those_of_transformers(architecture: str) -> None:
+    check_images(architecture, **ON_GPU)
 
 
 @pytest.mark.parametrize("disable_pynccl", [False, True])

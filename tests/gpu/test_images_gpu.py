@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from support.image_cases import GEMMA_3, GEMMA_4, LLAVA, QWEN, QWEN_3_VL, check
+import torch
+from support.image_cases import GEMMA_3, GEMMA_4, GLMS, LLAVA, QWEN, QWEN_3_VL, check
 
+from minisgl.images.levels import numbers_of
 from minisgl.models import lfm2
+from minisgl.models.towers.tower import pixels_of
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +30,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_
     ids=str,
 )
 @pytest.mark.parametrize(
-    "architecture", [LLAVA, QWEN, QWEN_3_VL, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER]
+    "architecture", [LLAVA, QWEN, QWEN_3_VL, *GLMS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER]
 )
 def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str, Any]) -> None:
     """Batches over 4 run without graphs."""
@@ -38,3 +42,11 @@ def test_images_come_back_from_host_memory(architecture: str) -> None:
     options = {"num_pages": 28, "page_size": 4, "host_cache": 0.01}
     found, _ = check(architecture, alone=True, times=2, **ON_GPU | options)
     assert sum(request.num_cached_tokens for request in found)
+
+
+def test_levels_stand_for_the_same_numbers_on_any_device() -> None:
+    rng = np.random.default_rng(0)
+    levels = rng.integers(0, 256, (1000, 3 * 256), dtype=np.uint8)
+    table = rng.standard_normal((2, 3, 256)).astype(np.float32)
+    found = pixels_of(torch.from_numpy(levels).cuda(), torch.from_numpy(table).cuda())
+    assert torch.equal(found.cpu(), torch.from_numpy(numbers_of(levels, table)))

@@ -14,6 +14,7 @@ from support.checkpoints import load_reference
 from support.image_cases import (
     GEMMA_3,
     GEMMA_4,
+    GLMS,
     LLAVA,
     PARAMS,
     PLACEHOLDER,
@@ -38,7 +39,7 @@ from minisgl.parts.images.host import Pictured
 from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request
 
-FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
+FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, *GLMS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
 BY_REQUEST = {"tp": 2, "dp_attention": True}
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
@@ -62,6 +63,7 @@ def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str
         *((each, options) for options in ({"tp": 2}, {"pp": 2}) for each in (QWEN, QWEN_3_VL)),
         *((each, BY_REQUEST) for each in (QWEN_3_VL, GEMMA_4)),
         (QWEN, {**BY_REQUEST, "padded": 8}),
+        *zip(GLMS, ({"pp": 2}, BY_REQUEST), strict=True),
     ],
     ids=str,
 )

@@ -101,13 +101,15 @@ class Bench:
                 work.chunks.append(Chunk(running.slot, start, ids, samples=False))
                 work.chunk_owners.append(running)
         plan = self.part.plan(work)
-        seen: list[int] = []
+        seen: list[tuple[int, list[int]]] = []
         for chunk, running in work.owned_chunks:
             self.check(chunk, running, plan)
             running.num_scheduled = chunk.end
-            seen += last_seen(running.request.token_ids)[chunk.start : chunk.end]
+            of_prompt = last_seen(running.request.token_ids)
+            seen.append((chunk.slot, of_prompt[chunk.start : chunk.end]))
         if self.see_each_other and plan is not None and plan.reads:
-            assert np.frombuffer(plan.last_seen, np.int32).tolist() == seen
+            told = [(slot, np.frombuffer(each, np.int32)) for slot, each in plan.last_seen]
+            assert [(slot, each.tolist()) for slot, each in told] == seen
         else:
             assert plan is None or not plan.last_seen
         for encode in plan.encodes if plan is not None else ():

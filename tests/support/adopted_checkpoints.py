@@ -105,7 +105,14 @@ def write_checkpoint_with_towers(
     """The same of a model with towers. placeholder: the id of images, in place of a large one."""
     kind = _KINDS_WITH_TOWERS[architecture]
     config = CONFIG_MAPPING[kind](**SET.get(kind, {}))
-    config.text_config = small_config(text_part(config)[1])
+    text, of_text = text_part(config)
+    if text.model_type == config.text_config.model_type:
+        config.text_config = small_config(of_text)
+    else:  # it is another model for text
+        config.text_config = part = shrunk(config.text_config, 3)
+        width = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+        pairs = int(width * part.rope_parameters.get("partial_rotary_factor", 1)) // 2
+        part.rope_parameters["mrope_section"] = [pairs - 4, 2, 2]
     for part in config.sub_configs.keys() - {"text_config"}:
         tower = getattr(config, part)
         for name, size in _TOWER_SIZES.items():

@@ -201,13 +201,44 @@ def _saved(made: Any, config: Any, folder: Path) -> Path:
     return folder
 
 
+def write_glm(architecture: str, folder: Path) -> Path:
+    made = getattr(transformers, architecture)
+    config = made.config_class()
+    is_mixture = "moe" in config.text_config.model_type
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        },
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        **({"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1} if is_mixture else {}),
+        **({"moe_intermediate_size": 24} if is_mixture else {}),
+    }
+    tower = {"image_size": 16, "patch_size": 4, "out_hidden_size": 64}
+    tower |= {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    config = made.config_class(text_config=text, vision_config=tower, image_token_id=PLACEHOLDER)
+    return _saved(made, config, folder)
+
+
 LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 QWEN_3_VL = "Qwen3VLForConditionalGeneration"
 GEMMA_3, GEMMA_4 = "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"
+GLMS = ("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
 WRITERS: dict[str, tuple[Any, Any]] = {
     LLAVA: (write_square, square_picture),
     **dict.fromkeys(qwen3_5.WITH_TOWER, (write_hybrid, lined_picture)),
     **dict.fromkeys(qwen_vl.READERS, (write_vl, lined_picture)),
+    **dict.fromkeys(GLMS, (write_glm, lined_picture)),
     GEMMA_3: (write_square, square_picture),
     GEMMA_4: (write_placed, placed_picture),
     lfm2.WITH_TOWER: (write_patched, patched_picture),

@@ -35,7 +35,8 @@ TOWERS = frozenset(
     Cohere2VisionForConditionalGeneration
     DeepseekVLForConditionalGeneration Emu3ForConditionalGeneration
     Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration
-    Gemma4UnifiedForConditionalGeneration GotOcr2ForConditionalGeneration
+    Gemma4UnifiedForConditionalGeneration Glm46VForConditionalGeneration
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GotOcr2ForConditionalGeneration
     Idefics3ForConditionalGeneration InternVLForConditionalGeneration
     LightOnOcrForConditionalGeneration LlavaForConditionalGeneration
     LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
@@ -61,13 +62,7 @@ REFUSED = {
         """.split(),
         _RECURRENT,
     ),
-    **dict.fromkeys(
-        """
-        Glm46VForConditionalGeneration Glm4vForConditionalGeneration
-        Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration
-        """.split(),
-        _DIRECTIONS,
-    ),
+    "GlmOcrForConditionalGeneration": _DIRECTIONS,
     "BloomForCausalLM": _BIASES,
     "MptForCausalLM": _BIASES,
     "FalconForCausalLM": _OWN_ATTENTION,

@@ -17,6 +17,9 @@ RENAMED = {
 _TEXT = ("language_model.", "text_model.", "model.language_model.", "model.text_model.")
 # Of a text part to which transformers gives no architecture by its model_type.
 _ARCHITECTURES = {"emu3_text_model": "Emu3ForCausalLM"}
+# A text part that counts positions in three directions is another model where these are equal.
+_AS_TEXT = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
+_DIRECTIONS = "mrope_section"
 HEAD = {"lm_head.weight", "language_model.lm_head.weight"}
 
 
@@ -30,7 +33,7 @@ def text_part(config: Any) -> tuple[Any, str]:
     UnsupportedModelError."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = config.get_text_config()
+    text = _in_one_direction(config.get_text_config())
     known = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **_ARCHITECTURES}
     architecture = known.get(text.model_type)
     if architecture not in ADOPTED:
@@ -41,6 +44,25 @@ def text_part(config: Any) -> tuple[Any, str]:
     text.tie_word_embeddings = config.tie_word_embeddings
     text.architectures = [architecture]
     return text, str(architecture)
+
+
+def _in_one_direction(text: Any) -> Any:
+    """The config of a text part, as of the model that it is for text."""
+    from transformers import CONFIG_MAPPING
+
+    kind = _AS_TEXT.get(text.model_type)
+    if kind is None:
+        return text
+    values = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    rope = values["rope_parameters"]
+    values["rope_parameters"] = {
+        "partial_rotary_factor": 1.0,
+        **{name: rope[name] for name in rope if name != _DIRECTIONS},
+    }
+    values.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
+    values.setdefault("attention_bias", True)
+    values.setdefault("num_nextn_predict_layers", 0)
+    return CONFIG_MAPPING[kind].from_dict(values)
 
 
 def left_out(config: Any) -> Iterable[str]:

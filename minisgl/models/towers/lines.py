@@ -41,6 +41,20 @@ def derive(visual: Any, grid: NDArray[Any], device: torch.device) -> dict[str, T
     return {GRID: here, "cu_seqlens": vision_utils.get_vision_cu_seqlens(here), **sent}
 
 
+def take_grids(module: Any, device: torch.device) -> None:
+    """Let a tower that embeds positions by the grid on the GPU, as GLM-V's do, take one in host
+    memory."""
+
+    def send(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        is_here = device.type == "cpu"
+        return tuple(
+            each if is_here or each.device.type != "cpu" else _sent(each, device) for each in args
+        )
+
+    if embeddings := getattr(getattr(module, "visual", None), "embeddings", None):
+        embeddings.register_forward_pre_hook(send)
+
+
 def _sent(value: Tensor, device: torch.device) -> Tensor:
     pinned = value.pin_memory() if device.type == "cuda" else value
     return pinned.to(device, non_blocking=True)

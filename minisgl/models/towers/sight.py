@@ -14,6 +14,11 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
 
 _QWEN_3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+_GLM = (
+    "Glm46VForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+)
 # Those whose images have any shape, in lines of rows: they count positions in three directions.
 # With each, how many pairs of a head each of these rotates, unless the config says it.
 BY_LINES: dict[str, tuple[int, int, int]] = {
@@ -21,6 +26,7 @@ BY_LINES: dict[str, tuple[int, int, int]] = {
     "Qwen2VLForConditionalGeneration": (16, 24, 24),
     "Qwen2_5_VLForConditionalGeneration": (16, 24, 24),
     **dict.fromkeys(_QWEN_3, (24, 20, 20)),
+    **dict.fromkeys(_GLM, (8, 12, 12)),
 }
 # Of these, those whose pairs take turns; of the others, those of one position follow each other.
 _IN_TURN = frozenset((*qwen3_5.WITH_TOWER, *_QWEN_3))

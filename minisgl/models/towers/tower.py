@@ -23,7 +23,7 @@ from minisgl.models.hub import safetensors_files
 from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
-from minisgl.models.towers.lines import GRID, derive
+from minisgl.models.towers.lines import GRID, derive, take_grids
 from minisgl.models.towers.sight import Sight
 
 _TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
@@ -51,6 +51,7 @@ class Tower:
     ) -> None:
         """module: a model of transformers without its text part. places: of its weights."""
         self.module, self.places = module, places
+        take_grids(module, device)
         self._dtype, self._device = dtype, device
         features: Any = module.get_image_features
         self._features = features

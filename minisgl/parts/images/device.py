@@ -19,7 +19,7 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.filling import Places
 from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs, most_pieces
-from minisgl.models.towers.seeing import SeeingModel
+from minisgl.models.towers.seeing import SeeingAdopted, SeeingModel, TurningModel
 from minisgl.models.towers.sight import BothWays, Sight
 from minisgl.models.towers.tower import Tower, load_tower
 from minisgl.parts.device_part import StepPart
@@ -73,7 +73,7 @@ class DeviceImages:
         self,
         tower: Tower | None,
         embeddings: Sequence[SeenEmbedding | PaddedEmbedding],
-        seeing: SeeingModel | BothWaysModel | None,
+        seeing: TurningModel | BothWaysModel | None,
         rows: Tensor,
         offsets: Tensor | None,
         lanes: Lanes,
@@ -103,7 +103,7 @@ class DeviceImages:
                 [[*each] for each in zip(*plan.offsets, strict=True)]
             )
             self.offsets.index_copy_(0, slots, values)
-        if plan.rope and isinstance(self.seeing, SeeingModel):
+        if plan.rope and isinstance(self.seeing, TurningModel):
             self.seeing.rope = self._uploaded(plan.rope, is_own, 3)
         if plan.last_seen and isinstance(self.seeing, BothWaysModel):
             self.seeing.last_seen = self._uploaded(plan.last_seen, is_own, 1)[0].int()
@@ -119,12 +119,12 @@ class DeviceImages:
     ) -> Tensor:
         """What a plan says of the rows of this rank's chunks: [num_lines, num_rows] int64."""
         own = [np.frombuffer(data, np.int32) for slot, data in chunks if is_own(slot)]
-        parts = [each.reshape(num_lines, -1) for each in own] or [np.zeros((num_lines, 0))]
+        parts = [np.zeros((num_lines, 0), np.int32), *(each.reshape(num_lines, -1) for each in own)]
         (sent,) = self._lanes.upload([np.concatenate(parts, axis=1).ravel()])
         return sent.view(num_lines, -1)
 
     def close(self) -> None:
-        if isinstance(self.seeing, SeeingModel):
+        if isinstance(self.seeing, TurningModel):
             self.seeing.rope = None
         elif self.seeing is not None:
             self.seeing.last_seen = None
@@ -237,16 +237,19 @@ def load_images(
     device = lanes.device
     num_rows = num_rows if is_first else 0
     rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
-    seeing: SeeingModel | BothWaysModel | None = None
+    seeing: TurningModel | BothWaysModel | None = None
+    is_native = isinstance(model, nn.Module)
     offsets = None
     if sight.both_ways is not None:
         only_windowed = sight.both_ways is BothWays.WINDOWED
         seeing = BothWaysModel(model, device, only_windowed=only_windowed)
     elif sight.axes:
-        seeing = SeeingModel(cast("CausalLM", model), sight.axes, rows, hidden_size)
+        if is_native:
+            seeing = SeeingModel(cast("CausalLM", model), sight.axes, rows, hidden_size)
+        else:
+            seeing = SeeingAdopted(cast("AdoptedModel", model), sight.axes, device)
         offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
     embeddings: list[SeenEmbedding | PaddedEmbedding] = []
-    is_native = isinstance(model, nn.Module)
     whole: Any = model if is_native else cast("AdoptedModel", model).module
     for name, module in whole.named_modules():
         if name.endswith(_OF_LAYERS):
