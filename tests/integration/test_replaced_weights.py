@@ -289,8 +289,9 @@ def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
         assert answer((0, "step 2")) == before
 
 
-def test_a_trainer_sends_weights_to_all_ranks_in_a_group() -> None:
-    check_sent("gloo", "cpu", tp=2)
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_trainer_sends_weights_to_all_ranks_in_a_group(options: dict[str, int]) -> None:
+    check_sent("gloo", "cpu", **options)
 
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_an_engine_that_says_so() -> None:

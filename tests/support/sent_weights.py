@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.ports import free_port
@@ -19,11 +20,14 @@ from support.replaced_weights import (
 )
 from support.sending_trainer import start_trainer
 
+from minisgl.distributed import weight_group
 from minisgl.distributed.addresses import GroupAddress
 from minisgl.engine.weights import WeightsIncompleteError
 from minisgl.errors import CheckpointError
 from minisgl.models.filling import InMemory
 from minisgl.models.refilling import TensorInfo
+
+PACKED_BYTES = 100_000  # of a bucket
 
 
 def infos() -> list[TensorInfo]:
@@ -33,9 +37,12 @@ def infos() -> list[TensorInfo]:
 
 
 def run(
-    backend: str, num_ranks: int, check: Callable[[GroupAddress], Coroutine[Any, Any, None]]
+    backend: str,
+    options: Mapping[str, Any],
+    check: Callable[[GroupAddress], Coroutine[Any, Any, None]],
 ) -> None:
-    """num_ranks: of the engine."""
+    """options: of the engine."""
+    num_ranks = options.get("tp", 1) * options.get("pp", 1)
     with free_port() as port:
         address = GroupAddress("127.0.0.1", port, 1, 1 + num_ranks, "weights", backend)
         asyncio.run(check(address))
@@ -60,20 +67,24 @@ def check_sent(backend: str, device: str, **options: Any) -> None:
             with pytest.raises(CheckpointError, match="There is no group weights"):
                 await engine.weights.update_from_group("weights", told[:9])
 
-    run(backend, options.get("tp", 1), check)
+    run(backend, options, check)
 
 
 def check_killed(backend: str, device: str, **options: Any) -> None:
-    """An engine whose trainer is killed while it sends says so until a whole update has come, also
-    from the next trainer, and can be closed with a group whose trainer was killed."""
+    """An engine whose trainer is killed before its second bucket says so until a whole update has
+    come, also from the next trainer, and can be closed with a group whose trainer was killed."""
     expected, told = answers_of(1, tuple(options.items())), infos()
 
     async def check(address: GroupAddress) -> None:
         async with engine_of(0, **options) as engine:
-            with start_trainer(address, folder_of(1), stop_after=5, device=device):
+            in_buckets = {"packed_bytes": PACKED_BYTES, "device": device}
+            with start_trainer(address, folder_of(1), stop_after=1, **in_buckets):
                 await engine.weights.join_group(address)
-                with pytest.raises(CheckpointError, match="The update ends: "):
-                    await engine.weights.update_from_group("weights", told)
+                with (
+                    mock.patch.object(weight_group, "PACKED_BYTES", PACKED_BYTES),
+                    pytest.raises(CheckpointError, match="The update ends: "),
+                ):
+                    await engine.weights.update_from_group("weights", told, packed=True)
             with pytest.raises(WeightsIncompleteError) as refused:
                 engine.submit(PROMPTS[0], GREEDY)
             assert (refused.value.http_status, refused.value.code) == (503, "weights_incomplete")
@@ -85,4 +96,4 @@ def check_killed(backend: str, device: str, **options: Any) -> None:
                 trainer.kill()
             assert await answers(engine) == expected
 
-    run(backend, options.get("tp", 1), check)
+    run(backend, options, check)
