@@ -124,7 +124,7 @@ def _read_modelopt(fields: Fields) -> QuantizedFormat:
         group = groups.part(name)
         for part in ("weights", "input_activations"):
             arguments = group.part(part)
-            arguments.require("num_bits", (None, 8), ", as quant_algo says")
+            arguments.require("num_bits", (None, scheme.bits), ", as quant_algo says")
             arguments.require("type", (None, "float"), ", as quant_algo says")
     return scheme
 

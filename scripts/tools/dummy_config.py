@@ -15,6 +15,7 @@ With --quantization it is that of a quantised checkpoint, as the tools that make
 | int4 | compressed-tensors, W4A16: symmetric, in groups of 128 |
 | awq | AutoAWQ: with zero points, in groups of 128 |
 | gptq | GPTQModel: symmetric, in groups of 128 |
+| nvfp4 | compressed-tensors, NVFP4A16 |
 | none | not quantised, where it is published quantised |
 
 A name that ends with -eagle3 is that of a drafter of the model: --speculative FOLDER.
@@ -420,6 +421,9 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
         "checkpoint_format": "gptq",
         "lm_head": False,
     },
+    "nvfp4": compressed_tensors(
+        "nvfp4-pack-quantized", number(4, "float", "tensor_group") | {"group_size": 16}, None
+    ),
 }
 
 

@@ -22,12 +22,14 @@ from support.parity import FOLDER, Case, check, three_prompts
 from support.quantized import FORMATS, Quantized, load_plain, quantize, round_inputs
 
 from minisgl.config import Activations
+from minisgl.kernels.linear import nvfp4
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
+from minisgl.models.formats.nvfp4 import CompressedNvfp4
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -106,6 +108,9 @@ CASES = [
     ("moe", "awq-64"),
     ("qwen3", "gptq"),
     ("moe", "gptq-v2-32"),
+    ("qwen2", "nvfp4-inputs"),
+    ("moe", "nvfp4"),
+    ("moe", "nvfp4-modelopt"),
 ]
 
 
@@ -219,7 +224,10 @@ def test_inputs_are_rounded_as_by_the_reference(
 
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [("llama", "awq"), ("hybrid", "ct-fp8-weights"), ("hybrid", "ct-int4"), ("hybrid", "awq")],
+    [
+        ("llama", "awq"),
+        *(("hybrid", format) for format in ("ct-fp8-weights", "ct-int4", "awq", "nvfp4-modelopt")),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None:
     case = engine_case(spec, format)
@@ -229,7 +237,13 @@ def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None
 
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [("odd", "ct-fp8-weights"), ("moe", "ct-int4-zeros-32"), ("hybrid", "ct-fp8-weights")],
+    [
+        ("odd", "ct-fp8-weights"),
+        ("moe", "ct-int4-zeros-32"),
+        ("hybrid", "ct-fp8-weights"),
+        ("llama", "nvfp4-modelopt"),
+        ("moe", "nvfp4"),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> None:
     """Of the first, a rank's part is one and a half blocks."""
@@ -238,7 +252,12 @@ def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> No
 
 @pytest.mark.parametrize(
     ("spec", "format", "tp"),
-    [("llama", "awq", 1), ("moe", "ct-int4-zeros-32", 1), ("odd", "ct-fp8-weights", 2)],
+    [
+        ("llama", "awq", 1),
+        ("moe", "ct-int4-zeros-32", 1),
+        ("odd", "ct-fp8-weights", 2),
+        ("moe", "nvfp4-modelopt", 1),
+    ],
 )
 def test_the_code_of_transformers_runs_quantized_weights(spec: str, format: str, tp: int) -> None:
     check(engine_case(spec, format), model_impl="adopted", tp=tp)
@@ -298,6 +317,17 @@ def zeros_of_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packing, "numbers_of", lambda *args: numbers_of(*args).flip(-1))
 
 
+def multiply_by_the_divisor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CompressedNvfp4, "divides", False)
+
+
+def blocks_of_another_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nvfp4, "unpack_scales", lambda scale: nvfp4_scales(scale).flip(-1))
+
+
+nvfp4_scales = nvfp4.unpack_scales
+
+
 @pytest.mark.parametrize(
     ("spec", "format", "mistake"),
     [
@@ -306,6 +336,8 @@ def zeros_of_another_order(patch: pytest.MonkeyPatch) -> None:
         ("qwen3", "fp8-block", divide_by_scales),
         ("qwen3", "gptq", zero_off_by_one),
         ("mistral", "ct-int4-zeros", zeros_of_another_order),
+        ("qwen2", "nvfp4-inputs", multiply_by_the_divisor),
+        ("moe", "nvfp4", blocks_of_another_order),
     ],
 )
 def test_mistakes_show(

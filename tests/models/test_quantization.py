@@ -23,6 +23,7 @@ from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat, fp8
 from minisgl.models.formats.fp8 import Fp8, Fp8Blocks
 from minisgl.models.formats.int4 import Awq, CompressedInt4, Gptq, GptqV2
 from minisgl.models.formats.mxfp8 import Mxfp8
+from minisgl.models.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from minisgl.models.quantization import read_quantization
 from minisgl.models.registry import read_model_config
 from minisgl.shards import whole
@@ -43,10 +44,14 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "awq": Awq(group_size=128),
     "gptq": Gptq(group_size=128),
     "gptq-v2-32": GptqV2(group_size=32),
+    "nvfp4": CompressedNvfp4(),
+    "nvfp4-inputs": CompressedNvfp4(),
+    "nvfp4-modelopt": ModelOptNvfp4(),
 }
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
+NVFP4 = FORMATS["nvfp4-inputs"].config
 
 
 def read(
@@ -191,7 +196,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AUTO_ROUND, "extra_config": {"model.layers.0": {"bits": 8}}}, "extra_config.*alike"),
     (changed(CHANNEL, transform_config={"config_groups": {}}), "transform_config.*transforms"),
     (changed(CHANNEL, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
-    (changed(CHANNEL, format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
+    (changed(CHANNEL, format="nvfp4-pack-quantized"), "num_bits 8.*allowed: 4: use an NVFP4"),
+    (changed(NVFP4, w_group_size=32), "weights: group_size 32 .*allowed: 16"),
+    (changed(NVFP4, w_strategy="group"), "strategy 'group'.*tensor_group"),
+    (changed(NVFP4, i_num_bits=8), "input_activations: num_bits 8.*allowed: 4"),
+    (changed(NVFP4, w_scale_dtype="torch.uint8"), "scale_dtype 'torch.uint8'.*float8_e4m3fn"),
+    (changed(CHANNEL, format="mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized'.*nvfp4"),
+    (changed(CHANNEL, format="int-quantized"), "format 'int-quantized'.*float-quantized"),
     (changed(CHANNEL, g_format="mixed-precision"), "format 'mixed-precision'"),
     (changed(CHANNEL, g_output_activations={"num_bits": 8}), "output_activations"),
     (changed(CHANNEL, w_num_bits=4), "num_bits 4.*8"),
@@ -264,7 +275,8 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**MODELOPT[0], "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'.*are FP8 .*ModelOpt"),
+        ({**MODELOPT[0], "quant_algo": "NVFP4"}, "num_bits 8 .*allowed: 4, as quant_algo says"),
+        ({**MODELOPT[1], "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'.*are FP8 .*ModelOpt"),
         ({**MODELOPT[0], "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION'"),
         ({**MODELOPT[1], "pre_quant_scale": True}, "pre_quant_scale"),
         ({**MODELOPT[1], "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),

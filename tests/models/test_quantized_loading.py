@@ -22,6 +22,7 @@ from torch import Tensor
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load as start
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
+from minisgl.kernels.linear.nvfp4 import Nvfp4Product
 from minisgl.kernels.linear.quantized import (
     E4M3,
     Fp8Product,
@@ -29,7 +30,7 @@ from minisgl.kernels.linear.quantized import (
     Int4Product,
     quantize_rows,
 )
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
@@ -107,11 +108,15 @@ def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
     found: dict[str, tuple[Tensor, Shard, Shard]] = {}
     for path, module in model.named_modules():
         product = getattr(module, "product", None)
-        if isinstance(module, Linear) and isinstance(product, Fp8Product | Int4Product):
+        if isinstance(module, Linear) and isinstance(
+            product, Fp8Product | Int4Product | Nvfp4Product
+        ):
             rows = product.weight.dequantized().split([part.size for part in module.parts.values()])
             for (name, part), w in zip(module.parts.items(), rows, strict=True):
                 found[f"{path.rpartition('.')[0]}.{name}"] = w, part, module.inputs
-        if isinstance(module, FusedExperts) and isinstance(product, Fp8Experts | Int4Experts):
+        if isinstance(module, FusedExperts) and isinstance(
+            product, Fp8Experts | Int4Experts | Nvfp4Experts
+        ):
             inner, hidden = module.inner, module.hidden
             gate, up = product.gate_up.dequantized().chunk(2, dim=1)
             down = product.down.dequantized()
@@ -151,6 +156,8 @@ PARTS = [
     ("moe-256", "ct-int4-zeros-32", 4),
     ("moe-256", "awq-64", 2),
     ("moe-256", "gptq-v2-32", 4),
+    ("moe-256", "nvfp4", 4),
+    ("dense", "nvfp4-modelopt", 2),
 ]
 
 

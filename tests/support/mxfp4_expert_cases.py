@@ -1,13 +1,18 @@
-"""Checks of the kernels for experts in MXFP4, for the interpreter and for a GPU."""
+"""Checks of the kernels for experts in MXFP4 and NVFP4, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from support.expert_cases import CLAMPED, random_logits
+from support.weight_only_cases import nvfp4_weights
 
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
 from minisgl.kernels.moe.expert_tiles import choose_tiles
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.mxfp4 import EXPONENT_BIAS, Mxfp4Experts, Mxfp4Weights, packed_scales
+from minisgl.kernels.moe.quantized_experts import Nvfp4Experts
 from minisgl.kernels.moe.reference import ByRouter, Chosen, ExpertBiases, Routing
 from minisgl.kernels.moe.routing import topk_softmax
 from minisgl.kernels.tuning import tuning_of
@@ -41,6 +46,25 @@ def random_experts(
     return Mxfp4Experts(gate_up, down, *(() if plain else (biases, CLAMPED)))
 
 
+def random_nvfp4_experts(
+    num_experts: int,
+    hidden_size: int,
+    size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    plain: bool = False,
+) -> Nvfp4Experts:
+    """As random_experts, with gelu if not plain."""
+
+    def weights(n: int, k: int) -> Nvfp4Weights:
+        made, exact = nvfp4_weights(num_experts, n, k, device=device, is_tiled=True)
+        made.factor.mul_(k**-0.5 / float(exact.std()))  # keeps the size of x
+        return made
+
+    return Nvfp4Experts(weights(2 * size, hidden_size), weights(hidden_size, size), gelu=not plain)
+
+
 def check(
     num_rows: int,
     num_experts: int,
@@ -52,13 +76,12 @@ def check(
     device: torch.device,
     pdl: bool,
     plain: bool = False,
+    make: Callable[..., Mxfp4Experts | Nvfp4Experts] = random_experts,
 ) -> None:
     """The tiles for these rows and for many give what the reference gives, a row alone the same
     bits, and added to a stream the rounded sum."""
     routing = Routing(top_k, normalize=True)
-    experts = random_experts(
-        num_experts, hidden_size, size, dtype=dtype, device=device, plain=plain
-    )
+    experts = make(num_experts, hidden_size, size, dtype=dtype, device=device, plain=plain)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)

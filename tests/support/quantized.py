@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from compressed_tensors.quantization import (
 )
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec, make_checkpoint
+from support.mxfp4_checkpoints import NUMBERS
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -139,6 +141,39 @@ def pack_gptq(w: Tensor, group: int = 128, *, v2: bool = False) -> Packed:
     )
 
 
+# -- NVFP4 ----------------------------------------------------------------------------------------
+
+
+def pack_nvfp4(w: Tensor, *, modelopt: bool) -> Packed:
+    """Two e2m1 numbers in a byte, the first in the lower bits; e4m3 scales of 16 of a row; and one
+    number of the whole, by which ModelOpt's weights are multiplied, and the others' divided."""
+    divisor = 6 * 448 / w.abs().max()
+    whole = 1 / divisor
+    groups = w.unflatten(1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6 / whole).to(E4M3)
+    steps = scale.float()[..., None] * whole
+    codes = ((groups / steps)[..., None] - NUMBERS).abs().argmin(-1)
+    pairs = codes.flatten(1).unflatten(1, (-1, 2))
+    numbers = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+    dequantized = (NUMBERS[codes] * scale.float()[..., None]).flatten(1) * whole
+    if modelopt:
+        tensors = {"weight": numbers, "weight_scale_2": whole, "input_scale": whole / 2}
+    else:
+        tensors = {"weight_packed": numbers, "weight_global_scale": divisor[None]}
+        tensors["input_global_scale"] = divisor[None] * 2
+    return Packed(tensors | {"weight_scale": scale}, dequantized)
+
+
+def nvfp4(preset: str) -> Format:
+    config = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        format="nvfp4-pack-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head", "re:.*mlp.gate$"],
+    )
+    return Format(config.model_dump(mode="json"), partial(pack_nvfp4, modelopt=False))
+
+
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
@@ -193,6 +228,22 @@ FP8_BLOCK = {
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
+E2M1_GROUP = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+MODELOPT_NVFP4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": E2M1_GROUP,
+            "weights": E2M1_GROUP,
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "model.layers.0.mlp.gate", "model.embed_vision*"],
+    "quant_algo": "NVFP4",
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "quant_method": "modelopt",
+}
+
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(FP8_BLOCK, pack_fp8_block, "group"),
     "fp8-tensor": Format(
@@ -230,6 +281,9 @@ FORMATS: dict[str, Format] = {
         {**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"},
         lambda w: pack_gptq(w, 32, v2=True),
     ),
+    "nvfp4": nvfp4("NVFP4A16"),
+    "nvfp4-inputs": nvfp4("NVFP4"),
+    "nvfp4-modelopt": Format(MODELOPT_NVFP4, partial(pack_nvfp4, modelopt=True)),
 }
 
 

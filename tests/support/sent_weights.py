@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from support.ports import free_port
 from support.replaced_weights import (
     GREEDY,
@@ -48,7 +49,7 @@ def run(
         asyncio.run(check(address))
 
 
-def check_sent(backend: str, device: str, **options: Any) -> None:
+def check_sent(backend: str, device: str, /, **options: Any) -> None:
     """An engine answers with what came as one that was loaded with it. device: the trainer's."""
     expected, told = answers_of(1, tuple(options.items())), infos()
 
@@ -62,7 +63,8 @@ def check_sent(backend: str, device: str, **options: Any) -> None:
             assert engine.weights.version == "1"
             for name in sorted(weights_of(1)):  # cut by outputs, by inputs, and not at all
                 found = await engine.weights.read(name, 70)
-                assert found == weights_of(1)[name][:70].float().tolist(), name
+                sent = weights_of(1)[name][:70].to(getattr(torch, options.get("dtype", "float32")))
+                assert found == sent.float().tolist(), name
             await engine.weights.leave_group("weights")
             with pytest.raises(CheckpointError, match="There is no group weights"):
                 await engine.weights.update_from_group("weights", told[:9])
@@ -70,7 +72,7 @@ def check_sent(backend: str, device: str, **options: Any) -> None:
     run(backend, options, check)
 
 
-def check_killed(backend: str, device: str, **options: Any) -> None:
+def check_killed(backend: str, device: str, /, **options: Any) -> None:
     """An engine whose trainer is killed before its second bucket says so until a whole update has
     come, also from the next trainer, and can be closed with a group whose trainer was killed."""
     expected, told = answers_of(1, tuple(options.items())), infos()

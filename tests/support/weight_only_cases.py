@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from support.mxfp4_checkpoints import NUMBERS
 from torch import Tensor
 
+from minisgl.kernels.linear.e2m1 import pack_e2m1, tiled
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights, pack_scales
 from minisgl.kernels.linear.weight_only.weight_only_product import WeightOnlyProduct
 from minisgl.kernels.linear.weight_only.weights import (
     WeightWords,
     e4m3_words,
     int4_words,
+    nvfp4_words,
     values,
 )
 from minisgl.kernels.rows import Rows
@@ -66,6 +70,31 @@ def random_e4m3(
     words = e4m3_words(data, scale, block, dtype)
     assert words is not None
     return words, (data.double() * rounded).to(dtype).double()
+
+
+def random_nvfp4(
+    n: int, k: int, dtype: torch.dtype, *, device: torch.device
+) -> tuple[WeightWords, Tensor]:
+    """As random_int4, for numbers and scales of any bits; only the whole product is rounded."""
+    weights, exact = nvfp4_weights(n, k, device=device, is_tiled=False)
+    return nvfp4_words(weights), exact.to(dtype).double()
+
+
+def nvfp4_weights(*shape: int, device: torch.device, is_tiled: bool) -> tuple[Nvfp4Weights, Tensor]:
+    """[..., n, k], and the same float64. Factors of rows have five bits, so that float16 holds
+    every product."""
+    *leading, n, k = shape
+    codes = torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
+    bits = torch.randint(0, 127, (*leading, n, k // 16), device=device, dtype=torch.uint8)
+    scale = bits.view(torch.float8_e4m3fn)
+    factor = torch.randint(16, 32, (*leading, n), device=device) * 2.0**-14
+    words = pack_e2m1(codes)
+    weights = Nvfp4Weights(
+        tiled(words) if is_tiled else words, pack_scales(scale), factor.float(), is_tiled
+    )
+    numbers = NUMBERS.to(device).double()[codes.long()]
+    wide = scale.double().repeat_interleave(16, dim=-1)
+    return weights, numbers * wide * factor.double()[..., None]
 
 
 def spread(values: Tensor, group: int) -> Tensor:

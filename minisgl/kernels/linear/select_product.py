@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear import dense_product
+from minisgl.kernels.linear.nvfp4 import Nvfp4Product, Nvfp4Weights
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
     Fp8Product,
@@ -44,6 +45,13 @@ def int4_product(weight: Int4Weights, bias: Tensor | None) -> QuantizedProduct:
     if not runs_triton(weight.data.device):
         return Int4Product(weight, bias)
     return weight_only_product.WeightOnlyInt4Product(weight, bias)
+
+
+def nvfp4_product(weight: Nvfp4Weights, bias: Tensor | None) -> QuantizedProduct:
+    """A product with NVFP4 weights; the arguments are those of Nvfp4Product."""
+    if not runs_triton(weight.data.device):
+        return Nvfp4Product(weight, bias)
+    return weight_only_product.WeightOnlyNvfp4Product(weight, bias)
 
 
 def share_kernels(products: Sequence[Product], dtype: torch.dtype, device: torch.device) -> None:

@@ -9,10 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
 from minisgl.kernels.linear.quantized import CHUNK, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.kernels.moe.reference import ExpertWeights
 from minisgl.kernels.tuning import (
     DeviceTuning,
@@ -36,7 +37,9 @@ def choose_tiles(
     """By the number of pairs that an expert has, if they spread evenly. With less shared memory
     than on an H200 fewer tiles are in flight. dtype: of x. listed: whether pairs must be listed,
     however few there are."""
-    assert isinstance(experts, ExpertWeights | Fp8Experts | Int4Experts | Mxfp4Experts)
+    assert isinstance(
+        experts, ExpertWeights | Fp8Experts | Int4Experts | Mxfp4Experts | Nvfp4Experts
+    )
     gate_up, down, num_pairs = experts.gate_up, experts.down, num_rows * top_k
     has_few = num_pairs <= tuning.few_pairs and not listed
 
@@ -79,7 +82,7 @@ def _few_tiles(experts: ExpertWeights, top_k: int, tuning: DeviceTuning) -> FewT
 
 def _fitting(
     tiles: ExpertTiles,
-    weights: Tensor | Fp8Weights | Int4Weights | Mxfp4Weights,
+    weights: Tensor | Fp8Weights | Int4Weights | Mxfp4Weights | Nvfp4Weights,
     halves: int,
     dtype: torch.dtype,
     tuning: DeviceTuning,

@@ -8,8 +8,8 @@ row and one of its experts are a *pair*. There are two ways:
   L2): two launches, each of which finds the chosen experts in the logits itself, unless they are
   given. In the second a program computes some outputs of one row over all its experts. The logits
   are older than the first launch, so the second loads the weights into registers before the first
-  has ended. In MXFP4 both GEMMs have a program for each pair, and a last launch adds up those of a
-  row.
+  has ended. In MXFP4 and NVFP4 both GEMMs have a program for each pair, and a last launch adds up
+  those of a row.
 - *many* rows (many_rows.py): one program for each expert lists its pairs. The grid of a GEMM has a
   column for every expert and several programs for its pairs; a program without pairs returns at
   once. W is the left operand, as in linear/dense_gemm.py, because an expert has few pairs. The
@@ -36,8 +36,8 @@ from minisgl.kernels.moe.fp8_experts import multiply_fp8
 from minisgl.kernels.moe.int4_experts import multiply_int4
 from minisgl.kernels.moe.many_rows import Listed, PairGemm, add_outputs, list_pairs, multiply_dense
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
-from minisgl.kernels.moe.mxfp4_experts import multiply_mxfp4, multiply_pairs
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.mxfp4_experts import multiply_e2m1, multiply_pairs
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.kernels.moe.reference import ByRouter, Choice, ExpertWeights, rows_held
 from minisgl.kernels.moe.routing import choose, place_for_sum
 from minisgl.kernels.moe.shrink_pairs import shrink_pairs
@@ -48,7 +48,8 @@ _MULTIPLY: Mapping[type, Callable[..., None]] = {
     ExpertWeights: multiply_dense,
     Fp8Experts: multiply_fp8,
     Int4Experts: multiply_int4,
-    Mxfp4Experts: multiply_mxfp4,
+    Mxfp4Experts: multiply_e2m1,
+    Nvfp4Experts: multiply_e2m1,
 }
 
 
@@ -88,7 +89,7 @@ def fused_experts(
         return few_rows_experts(x, choice, experts, residual, tiles, pdl)
     multiply: Callable[[PairGemm], None]
     if isinstance(tiles, PairTiles):
-        assert isinstance(experts, Mxfp4Experts)
+        assert isinstance(experts, Mxfp4Experts | Nvfp4Experts)
         if not isinstance(choice, ByRouter) or choice.scales is not None:
             choice = choose(choice, pdl=pdl)
         multiply = partial(multiply_pairs, experts, choice)

@@ -1,8 +1,10 @@
-"""The GEMMs of experts with MXFP4 weights: of listed pairs, or with a program for each pair and a
-part of its outputs, which finds the pair's expert in the router's logits, unless it is given.
+"""The GEMMs of experts with MXFP4 and NVFP4 weights: of listed pairs, or with a program for each
+pair and a part of its outputs, which finds the pair's expert in the router's logits, unless it is
+given.
 
-They turn four bits and the power of two of their block into a number of x's dtype, in
-registers: in bfloat16 that is exact, and so the scales cost nothing where sums are added up.
+They turn four bits and the scale of their block into a number of x's dtype, in registers: in
+bfloat16 that is exact, and so the scales cost nothing where sums are added up. The factors of
+NVFP4's rows multiply the sums once.
 """
 
 from __future__ import annotations
@@ -15,19 +17,26 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.linear import nvfp4
 from minisgl.kernels.linear.gemm_parts import fetch
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
 from minisgl.kernels.linear.quantized import CHUNK
-from minisgl.kernels.linear.weight_only.unpacking import half_of, joined_planes
+from minisgl.kernels.linear.weight_only.unpacking import joined_planes
+from minisgl.kernels.linear.weight_only.unpacking_e2m1 import e2m1_planes, left_out
+from minisgl.kernels.moe import mxfp4
 from minisgl.kernels.moe.many_rows import Listed, PairGemm, finished, store_outputs
 from minisgl.kernels.moe.mxfp4 import Mxfp4Experts
+from minisgl.kernels.moe.quantized_experts import Nvfp4Experts
 from minisgl.kernels.moe.reference import ByRouter, Chosen
 from minisgl.kernels.moe.routing import clamp_options, expert_places, weights_of
 
 # Up to so many rows of x in a tile, each warp multiplies another chunk of k.
 FEW_MEMBERS = 16
 
+Experts = Mxfp4Experts | Nvfp4Experts
 
-def multiply_mxfp4(experts: Mxfp4Experts, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
+
+def multiply_e2m1(experts: Experts, choice: Chosen, pairs: Listed, gemm: PairGemm) -> None:
     _expert_product[gemm.grid(len(experts.down.data))](
         gemm.source,
         *_matrices(experts, gemm),
@@ -39,7 +48,7 @@ def multiply_mxfp4(experts: Mxfp4Experts, choice: Chosen, pairs: Listed, gemm: P
     )
 
 
-def multiply_pairs(experts: Mxfp4Experts, choice: ByRouter | Chosen, gemm: PairGemm) -> None:
+def multiply_pairs(experts: Experts, choice: ByRouter | Chosen, gemm: PairGemm) -> None:
     num_experts, (num_pairs, num_outputs) = len(experts.down.data), gemm.target.shape
     logits, normalize, chosen, weights, drops = None, False, None, None, False
     if isinstance(choice, ByRouter):
@@ -63,15 +72,15 @@ def multiply_pairs(experts: Mxfp4Experts, choice: ByRouter | Chosen, gemm: PairG
     )
 
 
-def _matrices(experts: Mxfp4Experts, gemm: PairGemm) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Numbers, scales and biases of one of both products."""
-    weight, (up, down) = experts.gate_up, experts.biases or (None, None)
-    if gemm.gated:
-        return weight.data, weight.scale, up
-    return experts.down.data, experts.down.scale, down
+def _matrices(experts: Experts, gemm: PairGemm) -> tuple[Tensor | None, ...]:
+    """Numbers, scales, factors and biases of one of both products."""
+    weight = experts.gate_up if gemm.gated else experts.down
+    factor = weight.factor if isinstance(weight, Nvfp4Weights) else None
+    up, down = experts.biases or (None, None)
+    return weight.data, weight.scale, factor, up if gemm.gated else down
 
 
-def _numbers_of(experts: Mxfp4Experts, gemm: PairGemm) -> dict[str, Any]:
+def _numbers_of(experts: Experts, gemm: PairGemm) -> dict[str, Any]:
     """The arguments of both kernels by their names."""
     tiles = gemm.tiles
     lanes = tiles.num_warps if tiles.block_m <= FEW_MEMBERS else 1
@@ -81,6 +90,8 @@ def _numbers_of(experts: Mxfp4Experts, gemm: PairGemm) -> dict[str, Any]:
         "lanes": lanes,
         "stages": tiles.num_stages,
         "packed": gemm.source.is_cuda and gemm.source.dtype == torch.bfloat16,
+        "group": mxfp4.BLOCK if isinstance(experts, Mxfp4Experts) else nvfp4.BLOCK,
+        "gelu": gemm.gated and experts.gelu,
         **clamp_options(experts.clamped if gemm.gated else None),
     }
 
@@ -90,6 +101,7 @@ def _expert_product(
     source,
     words,
     scales,
+    factors,
     bias,
     target,
     counts,
@@ -104,6 +116,8 @@ def _expert_product(
     gated: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
+    gelu: tl.constexpr,
+    group: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -129,12 +143,12 @@ def _expert_product(
         inside = member < count
         pair = tl.load(lists + member, mask=inside, other=0)
         total, up_total = _multiply(
-            words, scales, source, expert, tile, pair // shared, inside, num_outputs, num_inputs,
-            gated, block_n, block_m, block_k, lanes, stages, packed,
+            words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
+            num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
         )  # fmt: skip
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha, delta=delta, expert=expert,
+            bias, limit, alpha, gelu, delta=delta, expert=expert,
         )  # fmt: skip
 
 
@@ -143,6 +157,7 @@ def _pair_product(
     source,
     words,
     scales,
+    factors,
     bias,
     target,
     logits,
@@ -159,6 +174,8 @@ def _pair_product(
     gated: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
+    gelu: tl.constexpr,
+    group: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -200,11 +217,11 @@ def _pair_product(
         bias += expert * (2 * num_outputs if gated else num_outputs)
     row = pair // shared + tl.zeros([block_m], tl.int32)
     total, up_total = _multiply(
-        words, scales, source, expert, tile, row, tl.arange(0, block_m) == 0, num_outputs,
-        num_inputs, gated, block_n, block_m, block_k, lanes, stages, packed,
+        words, scales, factors, source, expert, tile, row, tl.arange(0, block_m) == 0,
+        num_outputs, num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
     )  # fmt: skip
     result = finished(
-        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, False, kind
+        total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, gelu, kind
     )
     target_at = target + pair.to(tl.int64) * num_outputs + output[:, None]
     first_row = tl.arange(0, block_m)[None, :] == 0
@@ -216,6 +233,7 @@ def _pair_product(
 def _multiply(
     words,
     scales,
+    factors,
     source,
     expert,
     tile,
@@ -224,6 +242,7 @@ def _multiply(
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
     gated: tl.constexpr,
+    group: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -239,18 +258,24 @@ def _multiply(
     dtype: tl.constexpr = source.dtype.element_ty
     all_outputs: tl.constexpr = 2 * num_outputs if gated else num_outputs
     row_words: tl.constexpr = num_inputs // 4
-    w_row, group = tl.arange(0, block_n), tl.arange(0, block_n // 16)
+    w_row, tile_row = tl.arange(0, block_n), tl.arange(0, block_n // 16)
     if num_outputs % block_n != 0:  # rows past the end repeat the last ones; they are not written
         w_row = tl.minimum(w_row, num_outputs - 1 - tile * block_n)
-        group = tl.minimum(group, num_outputs // 16 - 1 - tile * (block_n // 16))
+        tile_row = tl.minimum(tile_row, num_outputs // 16 - 1 - tile * (block_n // 16))
     first_row = expert.to(tl.int64) * all_outputs + tile * block_n
     lane = tl.arange(0, lanes)
     word = (tl.arange(0, 32) * 8)[:, None] + tl.arange(0, 8)[None, :]
-    groups = lane[:, None] * 256 + group[None, :] * (16 * row_words)
+    tiles = lane[:, None] * 256 + tile_row[None, :] * (16 * row_words)
     words += first_row * row_words
-    w_at = words + groups[:, :, None, None] + word[None, None, :, :]
+    w_at = words + tiles[:, :, None, None] + word[None, None, :, :]
     scales += expert.to(tl.int64) * (num_inputs // 64 * all_outputs) + tile * block_n
     scale_at = scales + lane[:, None] * all_outputs + w_row[None, :]
+    factor, up_factor = w_row, w_row  # placeholders unless they are used
+    if factors is not None:
+        factor_at = factors + expert.to(tl.int64) * all_outputs + tile * block_n + w_row
+        factor = tl.load(factor_at)
+        if gated:
+            up_factor = tl.load(factor_at + num_outputs)
     # A tile of x that all warps multiply by lies in shared memory as their instruction takes it.
     whole: tl.constexpr = lanes == 1 and block_n >= 64
     if whole:
@@ -271,38 +296,39 @@ def _multiply(
             else:
                 x_there = there[:, None, None] & real[None, :, None]
                 x = tl.permute(tl.load(x_at + chunk * 64, mask=x_there, other=0.0), (0, 2, 1))
-            w = _tile(w_at + chunk * 256, scale_at + chunk * all_outputs, there, dtype, packed)
+            at = scale_at + chunk * all_outputs
+            w = _tile(w_at + chunk * 256, at, there, group, dtype, packed)
             total = _added(w, x, total)
             if gated:
-                w = _tile(
-                    w_at + num_outputs * row_words + chunk * 256,
-                    scale_at + num_outputs + chunk * all_outputs,
-                    there,
-                    dtype,
-                    packed,
-                )
+                up_at = w_at + num_outputs * row_words + chunk * 256
+                w = _tile(up_at, at + num_outputs, there, group, dtype, packed)
                 up_total = _added(w, x, up_total)
     if not whole:
         total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:
-        total *= 18446744073709551616.0  # 2 ** 64: see _numbers
-        up_total *= 18446744073709551616.0
+        total *= left_out(group, packed)
+        up_total *= left_out(group, packed)
+    if factors is not None:
+        total *= factor[:, None]
+        if gated:
+            up_total *= up_factor[:, None]
     return total, up_total
 
 
 @triton.jit
-def _tile(words, scales, there, dtype: tl.constexpr, packed: tl.constexpr):
+def _tile(words, scales, there, group: tl.constexpr, dtype: tl.constexpr, packed: tl.constexpr):
     """A chunk of k for each lane that is `there`, of a tile of W: [lanes, rows, 64] in `dtype`.
 
-    words: pointers [lanes, rows / 16, 32, 8], to the words of a warp's threads (see pack_e2m1);
-    scales: pointers [lanes, rows]."""
+    words: pointers [lanes, rows / 16, 32, 8], to the words of a warp's threads (see `tiled` in
+    linear/e2m1.py); scales: pointers [lanes, rows]."""
     lanes: tl.constexpr = words.shape[0]
     rows: tl.constexpr = scales.shape[1]
     found = tl.load(words, mask=there[:, None, None, None], other=0)
     found = tl.reshape(found, (lanes, rows // 16, 8, 4, 2, 4))
     found = tl.reshape(tl.permute(found, (0, 1, 4, 2, 3, 5)), (lanes * rows, 16))
     scale = tl.load(scales, mask=there[:, None], other=0)
-    w = _numbers(found, tl.reshape(scale, (lanes * rows,)), dtype, packed)
+    scale = tl.reshape(scale, (lanes * rows,))[:, None]
+    w = joined_planes(e2m1_planes(found, scale, group, dtype, packed), 4)
     return tl.reshape(w, (lanes, rows, 64))
 
 
@@ -312,73 +338,3 @@ def _added(w, x, total):
     if len(x.shape) == 2:
         w = tl.reshape(w, (w.shape[1], w.shape[2]))
     return tl.dot(w, x, total, input_precision="ieee")
-
-
-@triton.jit
-def _numbers(words, scales, dtype: tl.constexpr, packed: tl.constexpr):
-    """A tile of W in `dtype`, [rows, 64], from words [rows, 16] and both scales of a row.
-
-    Where these are `packed`, the tile is times 2 ** -64. The bits of a number, where bfloat16 has
-    the sign, the end of the exponent and the beginning of the mantissa, are that number times
-    2 ** -126, also where it is subnormal; that factor and the scale are one, which without 2 ** -64
-    would be too large.
-    """
-    scale = half_of(scales, 0, tl.bfloat16)[:, None]
-    next_scale = half_of(scales, 1, tl.bfloat16)[:, None]
-    if packed:
-        up: tl.constexpr = 4.611686018427388e18  # 2 ** 62
-        scale = (scale.to(tl.float32) * up).to(tl.bfloat16)
-        next_scale = (next_scale.to(tl.float32) * up).to(tl.bfloat16)
-        planes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, nought;
-            mov.b32 nought, 0x80008000;
-            and.b32 $0, $4, 0x81c081c0;
-            shf.r.wrap.b32 $1, $4, $4, 4;
-            and.b32 $1, $1, 0x81c081c0;
-            shf.r.wrap.b32 $2, $4, $4, 10;
-            and.b32 $2, $2, 0x81c081c0;
-            shf.r.wrap.b32 s, $4, $4, 6;
-            shf.r.wrap.b32 $3, $4, $4, 14;
-            and.b32 $3, $3, 0x80c080c0;
-            lop3.b32 $3, s, 0x01000100, $3, 0xea;
-            fma.rn.bf16x2 $0, $0, $5, nought;
-            fma.rn.bf16x2 $1, $1, $5, nought;
-            fma.rn.bf16x2 $2, $2, $6, nought;
-            fma.rn.bf16x2 $3, $3, $6, nought;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [words, scale, next_scale],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        low, high = tl.split(tl.reshape(words, (words.shape[0], 8, 2)))
-        both = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-        both |= high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        planes = (
-            _plane(both, 0, 0, scale, dtype),
-            _plane(both, 4, 4, scale, dtype),
-            _plane(both, 10, 10, next_scale, dtype),
-            _plane(both, 14, 6, next_scale, dtype),
-        )
-    return joined_planes(planes, 4)
-
-
-@triton.jit
-def _plane(both, turn: tl.constexpr, middle_turn: tl.constexpr, scale, dtype: tl.constexpr):
-    """Two numbers of each 32 bits as in the instructions above, times the scale: [rows, 16]."""
-    bits = (_turned(both, turn) & 0x80C080C0) | (_turned(both, middle_turn) & 0x01000100)
-    pairs = tl.reshape(tl.join(bits << 16, bits & 0xFFFF0000), (bits.shape[0], 16))
-    number = pairs.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
-    return (number * scale.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def _turned(bits, places: tl.constexpr):
-    """Rotated to the right."""
-    if places == 0:
-        return bits
-    else:
-        return (bits >> places) | (bits << (32 - places))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise.reference import gated_mul
+from minisgl.kernels.linear.nvfp4 import Nvfp4Product, Nvfp4Weights
 from minisgl.kernels.linear.quantized import (
     ExpertMatrices,
     Fp8Product,
@@ -21,7 +22,7 @@ from minisgl.kernels.linear.quantized import (
     QuantizedProduct,
 )
 from minisgl.kernels.moe.experts_product import ExpertsProduct
-from minisgl.kernels.moe.reference import Expert
+from minisgl.kernels.moe.reference import Clamped, Expert, ExpertBiases
 
 
 class InputScales(NamedTuple):
@@ -37,6 +38,9 @@ class QuantizedExperts(ExpertsProduct):
     gate_up: ExpertMatrices  # [num_experts, 2 · size, hidden_size], an expert's gates first
     down: ExpertMatrices  # [num_experts, hidden_size, size]
     input_scales: InputScales | None = None
+    biases: ExpertBiases | None = None
+    clamped: Clamped | None = None  # the activation; None: silu(gate) · up, or that of `gelu`
+    gelu: bool = False  # as in ExpertWeights
 
     def __init__(self, gate_up: ExpertMatrices, down: ExpertMatrices) -> None:
         self.gate_up = gate_up
@@ -50,10 +54,7 @@ class QuantizedExperts(ExpertsProduct):
 
 
 class ExpertsOfProducts(QuantizedExperts):
-    """Experts whose matrices are products of one expert each, on any device. `gelu`: as in
-    ExpertWeights."""
-
-    gelu: bool
+    """Experts whose matrices are products of one expert each, on any device."""
 
     @abstractmethod
     def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
@@ -109,3 +110,17 @@ class Int4Experts(ExpertsOfProducts):
 
     def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
         return Int4Product(self.gate_up.expert(expert)), Int4Product(self.down.expert(expert))
+
+
+class Nvfp4Experts(ExpertsOfProducts):
+    """Experts in NVFP4."""
+
+    gate_up: Nvfp4Weights
+    down: Nvfp4Weights
+
+    def __init__(self, gate_up: Nvfp4Weights, down: Nvfp4Weights, *, gelu: bool = False) -> None:
+        super().__init__(gate_up, down)
+        self.gelu = gelu
+
+    def products(self, expert: int) -> tuple[QuantizedProduct, QuantizedProduct]:
+        return Nvfp4Product(self.gate_up.expert(expert)), Nvfp4Product(self.down.expert(expert))

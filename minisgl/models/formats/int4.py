@@ -56,6 +56,7 @@ _GPTQ_FIELDS = field_names(
 class Int4(MatrixFormat[Int4Weights]):
     """A subclass for each layout in which a checkpoint has the integers."""
 
+    bits: ClassVar[int] = 4
     multiple: ClassVar[int] = CHUNK
     layout: ClassVar[str]  # for people
 

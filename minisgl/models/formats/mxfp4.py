@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.kernels.linear.e2m1 import pack_e2m1, tiled
 from minisgl.kernels.linear.quantized import CHUNK
 from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.mxfp4 import (
@@ -17,7 +18,6 @@ from minisgl.kernels.moe.mxfp4 import (
     LARGEST_EXPONENT,
     Mxfp4Experts,
     Mxfp4Weights,
-    pack_e2m1,
     packed_scales,
 )
 from minisgl.kernels.moe.reference import ExpertBiases
@@ -39,6 +39,7 @@ class Mxfp4(QuantizedFormat):
     offered: ClassVar[str] = "MXFP4 (gpt-oss)"
     sign: ClassVar[tuple[str, str] | None] = "gate_up_proj_blocks", "U8"
     only_experts: ClassVar[bool] = True
+    bits: ClassVar[int] = 4
     multiple: ClassVar[int] = CHUNK
 
     @classmethod
@@ -96,7 +97,7 @@ def _targets(
         for words, of_expert in zip(data, part.split(1), strict=True):
             [codes] = ordered(of_expert.to(data.device))
             pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-            words.copy_(pack_e2m1(pairs.flatten(1)))
+            words.copy_(tiled(pack_e2m1(pairs.flatten(1))))
 
     def store_exponents(scale: Tensor, part: Tensor) -> None:
         if part.numel() and int(part.max()) > EXPONENT_BIAS + LARGEST_EXPONENT:

@@ -54,6 +54,7 @@ class QuantizedFormat(Quantization):
     # The tensor that shows that a linear map is quantised, or if only experts are, that these are,
     # and its dtype. None: minisgl quantises while it loads.
     sign: ClassVar[tuple[str, str] | None]
+    bits: ClassVar[int] = 8  # of a number
     multiple: ClassVar[int] = 1  # of which the inputs of a map must be one on each rank
     activations: Activations = Activations.NONE  # where the device has products of FP8
     group: ClassVar[int] = 0  # columns of a row that share a scale by Activations.GROUP

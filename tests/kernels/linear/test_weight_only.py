@@ -16,7 +16,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
-from support.weight_only_cases import GivenWords, packed_int4, random_e4m3, random_int4
+from support.weight_only_cases import (
+    GivenWords,
+    nvfp4_weights,
+    packed_int4,
+    random_e4m3,
+    random_int4,
+    random_nvfp4,
+)
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
@@ -45,6 +52,7 @@ KINDS: dict[str, tuple[Make, int]] = {
     "e4m3, rows, 32": (partial(random_e4m3, block=None, device=DEVICE), 160),
     "e4m3, blocks": (partial(random_e4m3, block=(128, 128), device=DEVICE), 512),
     "e4m3, small blocks": (partial(random_e4m3, block=(16, 32), device=DEVICE), 224),
+    "nvfp4": (partial(random_nvfp4, device=DEVICE), 192),
 }
 EPS = 1e-3
 
@@ -129,7 +137,9 @@ def test_each_weight_meets_its_column(kind: str) -> None:
 @pytest.mark.parametrize(
     ("normed", "splits", "gelu"), [(False, 2, False), (True, 1, False), (False, 2, True)]
 )
-@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows", "e4m3, blocks"])
+@pytest.mark.parametrize(
+    "kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows", "e4m3, blocks", "nvfp4"]
+)
 def test_linear_gated_mul(kind: str, normed: bool, splits: int, gelu: bool) -> None:
     make, k = KINDS[kind]
     m, size = 5, 20
@@ -148,7 +158,7 @@ def test_linear_gated_mul(kind: str, normed: bool, splits: int, gelu: bool) -> N
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("kind", ["int4, 128", "int4, 64, zeros", "e4m3, rows"])
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 64, zeros", "e4m3, rows", "nvfp4"])
 def test_linear_add(kind: str, splits: int) -> None:
     make, k = KINDS[kind]
     for m, n in ((17, 20),):
@@ -196,6 +206,26 @@ def test_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     added = product.add_to(x[:5], torch.zeros(5, 64, device=DEVICE, dtype=HALF))
     assert_rounded(added.rows, x[:5].double() @ exact.T)
     assert added.squares is not None and len(added.squares) == 5
+
+
+def test_a_product_of_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose words are the weights themselves."""
+    monkeypatch.setattr(weight_only_product, "runs_triton", lambda device: True)
+    monkeypatch.setattr(
+        weight_only_product, "tuning_of", lambda device: replace(H200, weight_only_rows=2)
+    )
+    weight, exact = nvfp4_weights(40, 128, device=DEVICE, is_tiled=False)
+    product = weight_only_product.WeightOnlyNvfp4Product(weight)
+    weight_only_product.share_kernels([product], HALF, DEVICE)
+    product.prepare(HALF)
+    x = torch.randn(3, 128, device=DEVICE).to(HALF)
+    for m in (1, 3):
+        assert_rounded(product(x[:m]), x[:m].double() @ exact.T)
+    weight.factor.mul_(2)  # as a trainer may fill them again
+    product.refresh()
+    assert_rounded(product(x), x.double() @ exact.T * 2)
+    dense = product.keep_dense_copy(HALF)
+    assert torch.equal(dense.weight.double(), exact * 2)
 
 
 # n, k of Qwen3-14B and 32B, of parts of them, and of small models

@@ -1,12 +1,14 @@
-"""The kernels for experts in MXFP4 at awkward sizes: on a GPU if there is one, or else in the
-interpreter."""
+"""The kernels for experts in MXFP4 and NVFP4 at awkward sizes: on a GPU if there is one, or else in
+the interpreter."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from inspect import getsource
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
-from support.mxfp4_expert_cases import check, random_experts
+from support.mxfp4_expert_cases import check, random_experts, random_nvfp4_experts
 
-from minisgl.kernels.moe import mxfp4_experts
+from minisgl.kernels.linear.e2m1 import E2M1, pack_e2m1, tiled
+from minisgl.kernels.linear.weight_only import unpacking_e2m1
 from minisgl.kernels.moe.fused_experts import fused_experts
-from minisgl.kernels.moe.mxfp4 import E2M1, pack_e2m1
 from minisgl.kernels.moe.reference import ByRouter, Routing
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:Runtim
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.parametrize("make", [random_experts, random_nvfp4_experts])
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "top_k", "hidden_size", "size", "dtype", "plain"),
     [
@@ -43,6 +46,7 @@ def test_fused_experts_match_the_reference(
     size: int,
     dtype: torch.dtype,
     plain: bool,
+    make: Callable[..., Any],
 ) -> None:
     check(
         num_rows,
@@ -54,6 +58,7 @@ def test_fused_experts_match_the_reference(
         device=DEVICE,
         pdl=False,
         plain=plain,
+        make=make,
     )
 
 
@@ -76,10 +81,10 @@ def test_no_rows() -> None:
 
 def test_the_instructions_for_a_gpu_make_every_number() -> None:
     """Those of two words at a time, which the interpreter cannot run, carried out one by one."""
-    source = getsource(mxfp4_experts._numbers.fn)
+    source = getsource(unpacking_e2m1.e2m1_planes.fn)
     [text] = re.findall(r'"""\{(.*?)\}"""', source, re.DOTALL)
     codes = (torch.arange(16 * 64).reshape(16, 64) * 5 // 3 % 16).to(torch.uint8)
-    threads = pack_e2m1(codes).view(torch.int32).view(32, 4).tolist()
+    threads = tiled(pack_e2m1(codes)).view(torch.int32).view(32, 4).tolist()
     for thread, pairs in enumerate(threads):
         for pair, word in enumerate(pairs):
             row = thread // 4 + 8 * (pair // 2)
@@ -114,5 +119,5 @@ def run_ptx(text: str, word: int) -> list[int]:
             a, b, *places = values
             turned = (b << 32 | a) >> (places[0] if places else 0)
             registers[target] = {"shf.r.wrap.b32": turned & 0xFFFFFFFF, "and.b32": a & b}[name]
-    assert factors == ["$5", "$5", "$6", "$6"]
+    assert factors == ["$5", "$7", "$9", "$11"]
     return [registers[f"${plane}"] for plane in range(4)]

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.weight_only.unpacking import e4m3_planes, half_of, int4_planes
+from minisgl.kernels.linear.weight_only.unpacking_e2m1 import e2m1_planes, left_out
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -14,6 +15,7 @@ def dequantize_kernel(
     out,
     words,
     scales,
+    factors,
     n,
     k,
     scale_stride,
@@ -42,22 +44,28 @@ def dequantize_kernel(
     else:
         chunk = word // 16 * 64
         scale = _scales_at(scales, row, chunk // group, scale_stride, inside)
-        later = _scales_at(scales, row, (chunk + 32) // group, scale_stride, inside)
-        planes = int4_planes(
-            found,
-            half_of(scale, 0, dtype),
-            half_of(scale, 1, dtype),
-            half_of(later, 0, dtype),
-            half_of(later, 1, dtype),
-            dtype,
-            packed,
-            centred,
-        )
+        if factors is not None:
+            factor = tl.load(factors + row, mask=row < n, other=0.0) * left_out(16, packed)
+            planes = e2m1_planes(found, scale, 16, dtype, packed)
+        else:
+            later = _scales_at(scales, row, (chunk + 32) // group, scale_stride, inside)
+            planes = int4_planes(
+                found,
+                half_of(scale, 0, dtype),
+                half_of(scale, 1, dtype),
+                half_of(later, 0, dtype),
+                half_of(later, 1, dtype),
+                dtype,
+                packed,
+                centred,
+            )
         place = out + row.to(tl.int64) * k + chunk + word % 16
         for i in tl.static_range(4):
             plane = planes[i]
             if centred:
                 plane = (plane.to(tl.float32) * 65536.0).to(dtype)
+            if factors is not None:
+                plane = (plane.to(tl.float32) * factor).to(dtype)
             tl.store(place + 16 * i, plane, mask=inside)
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.linear.weight_only.unpacking_e2m1 import e2m1_planes
+
 
 @triton.jit
 def half_of(word, half: tl.constexpr, dtype: tl.constexpr):
@@ -249,11 +251,14 @@ def planes_of(
     dtype: tl.constexpr,
     packed: tl.constexpr,
     centred: tl.constexpr,
+    e2m1: tl.constexpr,
 ):
     """The planes of the words [rows, any] of a span that starts at column `at` of k. scales: [rows]
     addresses of those of the first group, `stride` before the next ones."""
     place = scales + at // group * stride
     found = tl.load(place)
+    if e2m1:
+        return e2m1_planes(words, found[:, None], 16, dtype, packed)
     scale = half_of(found, 0, dtype)[:, None]
     if bits == 8:
         return e4m3_planes(words, scale, dtype, packed)

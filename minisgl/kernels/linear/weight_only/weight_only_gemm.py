@@ -13,6 +13,7 @@ weight for everything. See unpacking.py for how unpacking takes two.
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -83,6 +84,7 @@ def linear(
         x,
         weight.words,
         weight.scales,
+        weight.factor,
         bias,
         None if norm is None else norm.weight,
         x_squares,
@@ -109,7 +111,7 @@ def linear(
         whole_n=n % tiles.block_n == 0,
         stages=tiles.num_stages,
         lanes=tiles.num_warps * 32,
-        packed=_packed(x),
+        packed=_packed(x, weight),
         centred=weight.centred,
         num_warps=tiles.num_warps,
         **pdl_options(x.device, pdl),
@@ -128,6 +130,7 @@ def dequantize(weight: WeightWords, out: Tensor, *, pdl: bool = True) -> Tensor:
         out,
         weight.words,
         weight.scales,
+        weight.factor,
         n,
         k,
         weight.scale_stride,
@@ -135,7 +138,7 @@ def dequantize(weight: WeightWords, out: Tensor, *, pdl: bool = True) -> Tensor:
         group=weight.group,
         rows=_DEQUANTIZED_ROWS,
         columns=columns,
-        packed=_packed(out),
+        packed=_packed(out, weight),
         centred=weight.centred,
         num_warps=4,
         **pdl_options(out.device, pdl),
@@ -143,6 +146,7 @@ def dequantize(weight: WeightWords, out: Tensor, *, pdl: bool = True) -> Tensor:
     return out
 
 
-def _packed(x: Tensor) -> bool:
-    """Whether the kernels take two words at a time: not in the interpreter."""
-    return x.device.type == "cuda"
+def _packed(x: Tensor, weight: WeightWords) -> bool:
+    """Whether the kernels take two words at a time: not in the interpreter, nor NVFP4 in
+    float16."""
+    return x.device.type == "cuda" and (weight.factor is None or x.dtype == torch.bfloat16)

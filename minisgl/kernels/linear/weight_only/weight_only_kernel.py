@@ -15,6 +15,7 @@ from minisgl.kernels.linear.gemm_parts import (
     next_exchange,
 )
 from minisgl.kernels.linear.weight_only.unpacking import joined_planes, planes_of
+from minisgl.kernels.linear.weight_only.unpacking_e2m1 import left_out
 
 
 @triton.jit
@@ -34,6 +35,7 @@ def weight_only_kernel(
     x,
     words,
     scales,
+    factors,
     bias,
     norm_weight,
     x_squares,
@@ -109,6 +111,13 @@ def weight_only_kernel(
         w_row = tl.minimum(w_row, n - 1 - n_tile * block_n)
     w_place = w_row[:, None] * row_words + tl.arange(0, span // per_word)[None, :]
     scales += n_tile * block_n + w_row
+    e2m1: tl.constexpr = factors is not None
+    factor, up_factor = w_row, w_row  # placeholders, too
+    if e2m1:
+        factor_at = factors + n_tile * block_n + w_row
+        factor = tl.load(factor_at)[:, None] * left_out(16, packed)
+        if gated:
+            up_factor = tl.load(factor_at + n)[:, None] * left_out(16, packed)
     row_place = row[:, None] * x_stride
     real = (row < num_rows)[:, None]
     acc = tl.zeros((block_n, block_m), tl.float32)
@@ -121,19 +130,43 @@ def weight_only_kernel(
             rows = _rows_of_x(x, norm_weight, norm_scale, columns, row_place, real)
             tile = tl.load(words + at_word + w_place)
             planes = planes_of(
-                tile, scales, at, scale_stride, span, group, bits, dtype, packed, centred
+                tile,
+                scales,
+                at,
+                scale_stride,
+                span,
+                group,
+                bits,
+                dtype,
+                packed,
+                centred,
+                e2m1,
             )
             acc = tl.dot(joined_planes(planes, bits), tl.trans(rows), acc)
             if gated:
                 tile = tl.load(up_words + at_word + w_place)
                 planes = planes_of(
-                    tile, scales + n, at, scale_stride, span, group, bits, dtype, packed, centred
+                    tile,
+                    scales + n,
+                    at,
+                    scale_stride,
+                    span,
+                    group,
+                    bits,
+                    dtype,
+                    packed,
+                    centred,
+                    e2m1,
                 )
                 up = tl.dot(joined_planes(planes, bits), tl.trans(rows), up)
 
     if centred:
         acc *= 65536.0
         up *= 65536.0
+    if e2m1:
+        acc *= factor
+        if gated:
+            up *= up_factor
     if delta is not None:
         acc += added
         if gated:

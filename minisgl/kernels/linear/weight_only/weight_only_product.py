@@ -20,6 +20,7 @@ from minisgl.kernels.launch_options import compiles_gated_norm
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
 from minisgl.kernels.linear.fusing_product import FusingProduct
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import CHUNK, Fp8Weights, Int4Weights, QuantizedProduct
 from minisgl.kernels.linear.weight_only.weights import (
@@ -27,6 +28,7 @@ from minisgl.kernels.linear.weight_only.weights import (
     e4m3_span,
     e4m3_words,
     int4_words,
+    nvfp4_words,
 )
 from minisgl.kernels.rows import Rows
 from minisgl.kernels.tuning import DeviceTuning, tuning_of
@@ -48,9 +50,11 @@ class WeightOnlyProduct(FusingProduct, QuantizedProduct):
     """W is quantised, x is not. A subclass says what W is made of."""
 
     bits: ClassVar[int]  # 4 or 8
-    weight: Fp8Weights | Int4Weights
+    weight: Fp8Weights | Int4Weights | Nvfp4Weights
 
-    def __init__(self, weight: Fp8Weights | Int4Weights, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Fp8Weights | Int4Weights | Nvfp4Weights, bias: Tensor | None = None
+    ) -> None:
         super().__init__(weight, bias)
         self.kernels: WeightOnlyKernels | None = None  # see share_kernels
         self.dense: DenseProduct | None = None  # with the dense copy: see keep_dense_copies
@@ -195,6 +199,17 @@ class WeightOnlyInt4Product(WeightOnlyProduct):
         shapes stay, and reading one is an error."""
         data, scale, zero = self.weight
         self.weight = Int4Weights(data, scale.to("meta"), None if zero is None else zero.to("meta"))
+
+
+class WeightOnlyNvfp4Product(WeightOnlyProduct):
+    """W in NVFP4, which the kernels read as it is."""
+
+    bits = 4
+    span = CHUNK
+    weight: Nvfp4Weights
+
+    def make_words(self, dtype: torch.dtype) -> WeightWords:
+        return nvfp4_words(self.weight)
 
 
 class WeightOnlyFp8Product(WeightOnlyProduct):

@@ -2,7 +2,9 @@
 
 W[n, k] = q · scale, where q is e4m3 or an INT4 number minus its zero point, which the model's dtype
 holds exactly. The scale is rounded to that dtype, and the product once more. Every kernel computes
-with these values, whatever the number of rows; `values` is their reference.
+with these values, whatever the number of rows; `values` is their reference. In NVFP4 q · scale is
+exact, and the factor of a row is left for the float32 sums; only where W is written out for cuBLAS
+is their product rounded.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
+from minisgl.kernels.linear.quantized import CHUNK
 
 _BIAS = {torch.bfloat16: 128, torch.float16: 1024}  # see int4_bias in unpacking.py
 _E4M3_FACTOR = {torch.bfloat16: 1, torch.float16: 256}  # see e4m3_planes in unpacking.py
@@ -23,11 +28,13 @@ class WeightWords(NamedTuple):
     words: Tensor  # [n, k · bits / 16] int16
     # [k / group, n] int32: two numbers of x's dtype in each, the scale of a group in the lower half
     # and in the upper one what `int4_planes` adds to its numbers. [1, n] if all groups have one.
-    # If centred, the scales times 2 ** 117 and -8 · scales · 2 ** -16.
+    # If centred, the scales times 2 ** 117 and -8 · scales · 2 ** -16. Of NVFP4 as from
+    # pack_scales.
     scales: Tensor
     bits: int  # 4 or 8
     group: int  # columns of k that share a scale: 32, 64 or 128
     centred: bool = False  # INT4 with zero point 8 for bfloat16: see _centred_int4_planes
+    factor: Tensor | None = None  # of NVFP4: [n] float32
 
     @property
     def n(self) -> int:
@@ -62,6 +69,11 @@ def int4_words(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
     else:
         offset = (-_BIAS[dtype] - _refined(zero, k, (group,))[0].float()).to(dtype)
     return WeightWords(data, _joined(scale, offset), 4, group)
+
+
+def nvfp4_words(weights: Nvfp4Weights) -> WeightWords:
+    """For x of any half precision."""
+    return WeightWords(weights.data, weights.scale, 4, CHUNK, factor=weights.factor)
 
 
 def e4m3_span(k: int, block: tuple[int, int] | None) -> int | None:
@@ -105,6 +117,9 @@ def _joined(low: Tensor, high: Tensor) -> Tensor:
 def values(weights: WeightWords, dtype: torch.dtype) -> Tensor:
     """W [n, k] in `dtype`, which the words must be for: the reference of the kernels."""
     n, k = weights.n, weights.k
+    if weights.factor is not None:
+        matrix = Nvfp4Weights(weights.words, weights.scales, weights.factor, is_tiled=False)
+        return matrix.dequantized().to(dtype)
     halves = weights.scales[..., None].view(dtype).float()  # [any, n, 2]
     scale, offset = (half.T.repeat_interleave(k // len(half), dim=1) for half in halves.unbind(-1))
     if weights.bits == 8:
