@@ -25,7 +25,7 @@ from support.replaced_weights import (
     engine_of,
     weights_of,
 )
-from support.sent_weights import check_killed, check_sent
+from support.sent_weights import check_closed, check_killed, check_sent
 
 from minisgl import LLM
 from minisgl.distributed.addresses import GroupAddress
@@ -296,6 +296,10 @@ def test_a_trainer_sends_weights_to_all_ranks_in_a_group(options: dict[str, int]
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_an_engine_that_says_so() -> None:
     check_killed("gloo", "cpu")
+
+
+def test_an_engine_that_waits_for_its_trainer_can_be_closed() -> None:
+    check_closed("gloo", "cpu")
 
 
 def test_a_group_over_nccl_is_refused_on_a_cpu() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from unittest import mock
@@ -23,8 +24,9 @@ from support.sending_trainer import start_trainer
 
 from minisgl.distributed import weight_group
 from minisgl.distributed.addresses import GroupAddress
+from minisgl.distributed.weight_group import WeightGroup
 from minisgl.engine.weights import WeightsIncompleteError
-from minisgl.errors import CheckpointError
+from minisgl.errors import CheckpointError, MinisglError
 from minisgl.models.filling import InMemory
 from minisgl.models.refilling import TensorInfo
 
@@ -99,3 +101,27 @@ def check_killed(backend: str, device: str, /, **options: Any) -> None:
             assert await answers(engine) == expected
 
     run(backend, options, check)
+
+
+def check_closed(backend: str, device: str, /, **options: Any) -> None:
+    """An engine of one rank that waits for a trainer can be closed."""
+    waits, has_ended = threading.Event(), WeightGroup._trainer_has_ended
+
+    def noted(group: WeightGroup) -> bool:
+        waits.set()
+        return has_ended(group)
+
+    async def check(address: GroupAddress) -> None:
+        with start_trainer(address, folder_of(1), device=device):
+            async with engine_of(0, **options) as engine:
+                await engine.weights.join_group(address)
+                await engine.weights.update_from_group("weights", infos())
+                with mock.patch.object(WeightGroup, "_trainer_has_ended", noted):
+                    update = engine.weights.update_from_group("weights", infos())
+                    waiting = asyncio.ensure_future(update)
+                    await asyncio.to_thread(waits.wait)
+            with pytest.raises(MinisglError):
+                await waiting
+
+    with mock.patch.object(weight_group, "LEFT_S", 0.0):
+        run(backend, options, check)
