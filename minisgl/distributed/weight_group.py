@@ -106,6 +106,8 @@ class WeightGroup:
                 raise RuntimeError(reason)
             time.sleep(POLL_S)
         work.wait()  # raises what it has ended with
+        if self._trainer.fileno() < 0:  # a broadcast that is aborted ends like others
+            raise RuntimeError("the group was left")
         return tensor
 
     def _trainer_has_ended(self) -> bool:
@@ -124,7 +126,6 @@ class WeightGroup:
             aborting = threading.Thread(target=self._group.abort, daemon=True)
             aborting.start()
             aborting.join(LIMIT_S)
-        self._group = None
 
 
 @contextlib.contextmanager

@@ -150,6 +150,11 @@ class PageMoves:
         return self._exchange.address
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other engines may find this one."""
+        return self._exchange is not None
+
+    @property
     def exchange(self) -> PrefixExchange:
         """Not before `share`."""
         assert self._exchange is not None, "share comes first"

@@ -92,7 +92,6 @@ class Weights:
         raises EngineStoppedError, or what `refuse` was told."""
         self._taker = loaded.weights
         self._num_nodes = loaded.config.nnodes
-        self._has_host_cache = loaded.config.num_host_pages > 0
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
@@ -289,15 +288,15 @@ class Weights:
         level: 1 keeps the weights in memory of the host; 2 drops them, and a whole update must
         follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
         their KV anew; else they end with an error. No later request matches what was cached.
-        Raises ConfigError with a host cache, UnsupportedModelError for weights that cannot be
-        replaced, DeviceMemoryError, and EngineStoppedError.
+        Raises ConfigError if other engines share the pages, UnsupportedModelError for weights that
+        cannot be replaced, DeviceMemoryError, and EngineStoppedError.
         """
         _check_in_flight(in_flight)
         if level not in (1, 2):
             raise InvalidRequestError("level", "allowed: 1 and 2.")
-        if self._has_host_cache:
-            reason = "copies hold the addresses of the KV cache; allowed: to sleep without it"
-            raise ConfigError("--host-cache", True, reason)
+        if self._steps.moves.is_shared:
+            reason = "other engines may read the KV cache at any time; allowed: to sleep unshared"
+            raise ConfigError("address", self._steps.moves.exchange.address, reason)
         await self._changes.make(self._sleep(level, in_flight))
 
     async def _sleep(self, level: int, in_flight: InFlight) -> None:
@@ -323,7 +322,7 @@ class Weights:
             self._end_requests(AsleepError("The model was put to sleep."))
         else:
             self._scheduler.retract_all()
-        self._take_version(self.version)
+        self._scheduler.kv.drop_written_since(0)
 
     async def wake(self, tags: Iterable[str] = ()) -> None:
         """Take the memory of "weights" or "kv_cache" again, by default of both; once both are

@@ -73,9 +73,9 @@ class RouterProcess:
         if server.trainer and router.router_processes > 1:
             reason = "one of several routing processes does not know what the others were told"
             raise ConfigError("--trainer", True, f"{reason}; allowed: one")
-        if server.trainer and (engine.host_cache or router.role_of_each):
+        if server.trainer and router.role_of_each:
             reason = "a replica that starts later could not wait for weights"
-            raise ConfigError("--trainer", True, f"{reason}; allowed: without a host cache")
+            raise ConfigError("--trainer", True, f"{reason}; allowed: without --roles")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = with_all_keys(server)

@@ -188,8 +188,8 @@ def load_runner(
     capacity = fit_capacity(config, weights.layers, pipeline, memory, steps)
     capacity = replace(capacity, state_parts=host.state_parts, window_parts=host.window_parts)
     states = make.states(capacity)
-    tiers = _make_tiers(make, states, capacity, host, steps.prefill_s, disk, report)
-    runner = make(capacity, states, *tiers)
+    behind = _make_tiers(make, states, capacity, host, steps.prefill_s, disk, report)
+    runner = make(capacity, states, *behind)
     try:
         if keys:
             runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
@@ -198,6 +198,8 @@ def load_runner(
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
 
     def capture(again: bool) -> None:
+        if again and behind[0] is not None:
+            behind[0].copies.find_planes()
         if keys:
             runner.capture(keys if again else (), lambda done: None)
 

@@ -205,6 +205,8 @@ class ModelRunner:
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.close()
+        if self.weights is not None:
+            self.weights.close()  # first, since nothing else ends where it waits for a trainer
         computation, stage = self._computation, self._computation.stage
         with self.lanes.compute("drain"):
             stage.drain(computation.tables.returned)
@@ -213,8 +215,6 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.close()
             self._tiers = None
-        if self.weights is not None:
-            self.weights.close()
         computation.states.clear()
 
     # -- queueing a step ---------------------------------------------------------------------------

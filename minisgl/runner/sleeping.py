@@ -36,8 +36,8 @@ class Sleep:
         lanes: Lanes,
         capture: Callable[[bool], None],
     ) -> None:
-        """models: with the weights. states: what layers keep between steps. capture: captures the
-        steps again if it is given True, else forgets them."""
+        """models: with the weights. states: what layers keep between steps. capture: has steps and
+        copies use the memory that is there if it is given True, else forgets the captured steps."""
         self._models, self._lanes, self._capture = models, lanes, capture
         self._states = states  # the runner's list, which it clears when it is closed
         self._asleep: dict[str, Storages] = {}

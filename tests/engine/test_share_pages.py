@@ -17,6 +17,7 @@ from support.waiting import until
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError, StepError
+from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner import setup
 from minisgl.scheduler.plan import StepResult
 from minisgl.tiers.peers import page_exchange
@@ -81,6 +82,23 @@ async def test_pages_are_exchanged_for_the_adapter_that_they_were_computed_with(
             await stream.wait_finished()
             found.append(stream.request.num_cached_tokens)
         assert found[0] == 0 and found[1] > len(PROMPT) - 32
+
+
+async def test_no_engine_has_pages_of_weights_that_another_has_replaced(
+    tmp_path: Path, hashed: list[Path]
+) -> None:
+    async with await engine() as one, await engine() as other:
+        addresses = [
+            await each.pages.share(str(tmp_path / name), always_load=True)
+            for each, name in ((one, "one"), (other, "other"))
+        ]
+        await other.weights.update_from_files(str(DEMO_FOLDER))
+        assert await one.pages.offer(PROMPT)
+        await other.pages.fetch(addresses[0], PROMPT)
+        assert (await complete(other, PROMPT, greedy(1))).num_cached_tokens == 0
+        assert await other.pages.offer(PROMPT[::-1])
+        assert not await one.pages.fetch(addresses[1], PROMPT[::-1])
+        assert (await complete(one, PROMPT[::-1], greedy(1))).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("lacks", [None, "sender", "receiver"])

@@ -4,7 +4,7 @@ alone, with CUDA graphs and without."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,17 +14,22 @@ import torch
 pytest.importorskip("triton")
 
 from support.invariance import SPECS, Bits, bits, bits_in, engine_of, jobs_of, num_equal
+from torch import Tensor
 
 from minisgl.attention import invariant_attention
 from minisgl.attention.base import AttentionCall, PrefillBatch
 from minisgl.attention.invariant_attention import InvariantAttention
 from minisgl.attention.triton_attention import TritonAttention
+from minisgl.device.lanes import Lanes
 from minisgl.kernels.elementwise.norm import rms_norm
 from minisgl.kernels.linear import invariant_product
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.invariant_product import InvariantProduct, tiles_of
 from minisgl.kernels.tuning import PrefillTiles, tuning_of
 from minisgl.models import invariant
+from minisgl.parts import device
+from minisgl.parts.scores.device import ScoreStep
+from minisgl.parts.scores.host import ScorePlan
 
 pytestmark = pytest.mark.gpu
 
@@ -75,10 +80,12 @@ def test_bits_do_not_depend_on_company(name: str, graphs: int, options: dict[str
 @NAMES
 @GRAPHS
 def test_bits_do_not_depend_on_what_is_cached(name: str, graphs: int) -> None:
+    expected = alone(name)
+
     async def run() -> None:
         async with engine_of(name, **ON_GPU, cuda_graph_max_bs=graphs) as engine:
             for together in (True, False, True):
-                assert_equal(await bits(engine, jobs(name), together=together), alone(name))
+                assert_equal(await bits(engine, jobs(name), together=together), expected)
             assert engine.stats().counters.num_cached_tokens > sum(LENGTHS)
 
     asyncio.run(run())
@@ -89,10 +96,11 @@ def test_bits_do_not_depend_on_what_is_cached(name: str, graphs: int) -> None:
 def test_bits_do_not_depend_on_retraction(name: str, graphs: int) -> None:
     options = {**ON_GPU, "cuda_graph_max_bs": graphs, "num_pages": 30}
     options |= {"max_seq_len_override": 400, "schedule_conservativeness": 0.02}
+    expected = alone(name)
 
     async def run() -> None:
         async with engine_of(name, **options) as engine:
-            assert_equal(await bits(engine, jobs(name)), alone(name))
+            assert_equal(await bits(engine, jobs(name)), expected)
             assert engine.stats().counters.num_retractions > 0
 
     asyncio.run(run())
@@ -180,6 +188,22 @@ def test_products_that_are_not_pinned_show(monkeypatch: pytest.MonkeyPatch) -> N
     """cuBLAS chooses by the number of rows, and our kernels split k."""
     monkeypatch.setattr(InvariantProduct, "__call__", lambda self, x, rows=None: self.plain(x))
     assert_unpinned("wide")
+
+
+class WholeChunks(ScoreStep):
+    """Scores the prompt rows of a chunk together, of which the alignment in memory differs."""
+
+    def __init__(
+        self, lanes: Lanes, whole_logits: Callable[[Tensor], Tensor], num_rows: int, plan: ScorePlan
+    ) -> None:
+        super().__init__(lanes, whole_logits, 1 << 20, plan)
+
+
+def test_prompts_that_are_not_scored_row_by_row_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "ScoreStep", WholeChunks)
+    options = {**ON_GPU, "cuda_graph_max_bs": 0}
+    chunked = bits_in("wide", jobs("wide"), max_prefill_length=7, **options)
+    assert num_equal(chunked, bits_in("wide", jobs("wide"), **options)) < len(LENGTHS)
 
 
 def test_experts_that_are_not_pinned_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ OPTIONS = pytest.mark.parametrize(
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "quantization": "fp8"},
         {"dtype": "bfloat16", "model_impl": "adopted"},
+        {"dtype": "bfloat16", "batch_invariant": True},
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sent_weights import check_killed, check_sent
+from support.sent_weights import check_closed, check_killed, check_sent
 
 NUM_GPUS = torch.cuda.device_count()
 
@@ -26,3 +26,7 @@ def test_an_engine_answers_with_the_weights_that_came_over_nccl(tp: int) -> None
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_an_engine_that_says_so() -> None:
     check_killed("nccl", "cuda:1", **ON_GPU)
+
+
+def test_an_engine_that_waits_for_its_trainer_can_be_closed() -> None:
+    check_closed("nccl", "cuda:1", **ON_GPU)

@@ -25,7 +25,7 @@ from support.replaced_weights import (
     engine_of,
     weights_of,
 )
-from support.sent_weights import check_killed, check_sent
+from support.sent_weights import check_closed, check_killed, check_sent
 
 from minisgl import LLM
 from minisgl.distributed.addresses import GroupAddress
@@ -77,20 +77,76 @@ def test_states_and_the_network_that_drafts_sleep_too() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_with_a_host_cache_does_not_sleep() -> None:
+def test_what_host_memory_holds_is_matched_no_more_after_a_sleep(tmp_path: Path) -> None:
+    """What is on disk is, as long as the weights are those that have computed it."""
+    expected = answers_of(0)
+    options = {"host_cache": 0.01, "num_pages": 24, "max_seq_len_override": 80}
+
+    async def run(**more: Any) -> None:
+        async with engine_of(0, **options, **more) as engine:
+            for _ in range(2):
+                for prompt in PROMPTS:  # which push pages into host memory
+                    await ended(engine, prompt)
+            for other in PROMPTS[1:3]:
+                await ended(engine, other[::-1], max_tokens=36)
+            host = engine.stats().host
+            assert host is not None and host.num_used_pages > 0
+            stream = await midway(engine, salt="slept")
+            await engine.weights.sleep()
+            engine.audit()
+            check_memory(engine)
+            await engine.weights.wake()
+            assert (host := engine.stats().host) is not None and host.num_used_pages == 0
+            await stream.wait_finished()
+            requests = [await ended(engine, prompt) for prompt in PROMPTS]
+            assert [each.num_host_tokens for each in requests] == [0] * len(PROMPTS)
+            assert [(each.output_token_ids, each.logprobs) for each in requests] == expected
+        async with engine_of(0, **options, **more) as engine:
+            again = [await ended(engine, prompt) for prompt in PROMPTS]
+            assert any(each.num_disk_tokens for each in again) == bool(more)
+            assert [each.output_token_ids for each in again] == [tokens for tokens, _ in expected]
+
+    asyncio.run(run())
+    asyncio.run(run(disk_cache=str(tmp_path)))
+
+
+def test_an_engine_whose_pages_others_share_does_not_sleep(tmp_path: Path) -> None:
     async def run() -> None:
         async with engine_of(0, host_cache=0.01) as engine:
-            with pytest.raises(ConfigError, match="--host-cache"):
+            await engine.pages.share(str(tmp_path / "engine"), always_load=False)
+            with pytest.raises(ConfigError, match="allowed: to sleep unshared"):
                 await engine.weights.sleep()
             await ended(engine, PROMPTS[0])
 
     asyncio.run(run())
 
 
-async def midway(engine: AsyncEngine, num_tokens: int = 5) -> Any:
+def test_what_weights_of_two_versions_have_computed_is_matched_by_no_later_engine(
+    tmp_path: Path,
+) -> None:
+    tiers = {"host_cache": 0.01, "disk_cache": str(tmp_path), "num_pages": 200}
+
+    async def run() -> None:
+        async with engine_of(0, **tiers) as engine:
+            stream = await midway(engine)
+            await engine.weights.update(weights_of(1))
+            await stream.wait_finished()
+            engine.audit()
+        prompt = [*PROMPTS[1], *stream.request.output_token_ids]
+        async with engine_of(0, num_pages=200) as engine:
+            alone = await ended(engine, prompt)
+        async with engine_of(0, **tiers) as engine:
+            request = await ended(engine, prompt)
+            assert 0 < request.num_disk_tokens <= len(PROMPTS[1])
+            assert request.output_token_ids == alone.output_token_ids
+
+    asyncio.run(run())
+
+
+async def midway(engine: AsyncEngine, salt: str | None = None) -> Any:
     """A request that has sampled some tokens, and goes on."""
-    stream = engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=40))
-    while stream.request.num_output_tokens < num_tokens:
+    stream = engine.submit(PROMPTS[1], replace(GREEDY, max_tokens=40), cache_salt=salt)
+    while stream.request.num_output_tokens < 5:
         await anext(stream)
     return stream
 
@@ -233,12 +289,17 @@ def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
         assert answer((0, "step 2")) == before
 
 
-def test_a_trainer_sends_weights_to_all_ranks_in_a_group() -> None:
-    check_sent("gloo", "cpu", tp=2)
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_trainer_sends_weights_to_all_ranks_in_a_group(options: dict[str, int]) -> None:
+    check_sent("gloo", "cpu", **options)
 
 
 def test_a_trainer_that_is_killed_while_it_sends_leaves_an_engine_that_says_so() -> None:
     check_killed("gloo", "cpu")
+
+
+def test_an_engine_that_waits_for_its_trainer_can_be_closed() -> None:
+    check_closed("gloo", "cpu")
 
 
 def test_a_group_over_nccl_is_refused_on_a_cpu() -> None:

@@ -365,6 +365,22 @@ class Harness:
             cache.loads.landed(load)
         self.scheduler.audit()
 
+    def sleep(self) -> None:
+        """Lose what is on the device, as an engine does that sleeps; loads land before that."""
+        loads = [*self.runner.in_flight]
+        for load in loads:
+            self.runner.land(load)
+        self.runner.forget()
+        self.scheduler.retract_all()
+        self.scheduler.kv.drop_written_since(0)
+        self.scheduler.audit()
+        for rank, cache in enumerate(self.scheduler.kv.of_ranks):
+            for load in loads:
+                self.loading.pop((rank, load), None)
+                cache.loads.landed(load)
+        self.scheduler.audit()
+        assert self.scheduler.kv.num_available == self.scheduler.kv.num_pages - 1
+
     def moved(self, move: int, num_pages: int) -> None:
         self.scheduler.kv.moves.end(move, num_pages)
         self.scheduler.audit()
@@ -1748,7 +1764,7 @@ def run_schedule(
     neighbour: Neighbour | None = None,
     submit_rate: float = 0.2,
 ) -> None:
-    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended.
+    """Submit, plan, settle, abort, stop, fail, land and sleep at random, until all has ended.
 
     Each move is followed by one audit, that of the harness if the move is one of its own.
     """
@@ -1787,6 +1803,8 @@ def run_schedule(
             harness.ended(failed)
             disturbed |= set(failed)
             audit()
+        elif 0.78 < move < 0.8 and neighbour is None and not harness.in_flight:
+            harness.sleep()
         elif harness.in_flight:
             settled = harness.settle()
             if settled.progressed and rng.random() < 0.05:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +203,8 @@ def test_a_trainer_needs_a_key_and_replicas_that_wait_for_weights(
         with_all_keys(ServerConfig(trainer=True))
     given = ServerConfig(trainer=True, admin_key="mine")
     assert with_all_keys(given).trainer
-    for cache, processes in ((0.0, 2), (1.0, 1)):
-        engine, router = EngineConfig(device="cpu", host_cache=cache), RouterConfig(replicas=2)
-        replicas = replace(router, router_processes=processes)
+    engine = EngineConfig(device="cpu", host_cache=1.0)
+    for options in ({"router_processes": 2}, {"roles": "prefill,decode"}):
+        router = RouterConfig(replicas=2, **options)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="--trainer: "):
-            RouterProcess(engine, given, replicas, replica=(), front=())
+            RouterProcess(engine, given, router, replica=(), front=())

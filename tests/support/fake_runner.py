@@ -327,6 +327,12 @@ class FakeRunner:
                     self._cells[first + page, place] = value
             assert all(len(each) == self.window_pages_each for each in parts.values())
 
+    def forget(self) -> None:
+        """Lose all KV, and all states."""
+        for cells in (self._cells, self._window_cells):
+            cells.update(dict.fromkeys(cells, -1))
+        self._snapshots.update(dict.fromkeys(self._snapshots, (-1, -1)))
+
     def _window_part(self, number: int) -> tuple[int, int]:
         """The page of windowed layers, and its part, of a number behind those of snapshots."""
         return divmod(number - self.first_window_part, self.window_pages_each)

@@ -30,9 +30,18 @@ def planes_of(dtype: torch.dtype, page_size: int, heads: tuple[int, ...]) -> lis
 
 
 def check_round_trip(device: torch.device, planes: list[torch.Tensor]) -> None:
-    """Pages travel through a packed buffer to other pages, and no other byte changes."""
+    """Pages of planes that have moved travel through a packed buffer to other pages, and no other
+    byte changes."""
     pages, targets = [7, 1, 4], [2, 8, 3]
-    there = Planes.of([plane.to(device) for plane in planes])
+    copies = [torch.zeros_like(plane, device=device) for plane in planes]
+    there, in_their_places = Planes.of(copies), []
+    for copy, plane in zip(copies, planes, strict=True):
+        num_bytes = copy.nbytes
+        copy.untyped_storage().resize_(0)
+        in_their_places.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        copy.untyped_storage().resize_(num_bytes)
+        copy.copy_(plane)
+    there.find()
     packed = torch.full((5, there.page_bytes), 77, dtype=torch.uint8, device=device)
     gather_pages(there, torch.tensor(pages, device=device), packed)
     for row, page in enumerate(pages):

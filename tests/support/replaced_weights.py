@@ -94,7 +94,7 @@ def check_slept(**options: Any) -> None:
             assert await answers(engine) == before
             captured = engine._runner.capacity.max_graph_batch
             params = replace(GREEDY, max_tokens=12)
-            stream = engine.submit(PROMPTS[1], params)
+            stream = engine.submit(PROMPTS[1], params, cache_salt="slept")
             await anext(stream)
             await engine.weights.sleep()
             engine.audit()

@@ -31,16 +31,23 @@ class Planes:
         word_bytes = math.gcd(8, *sizes)
         word = _WORDS[word_bytes]
         words = tuple(plane.view(len(plane), -1).view(torch.uint8).view(word) for plane in planes)
-        addresses, lengths, firsts, end = [], [], [], 0
+        lengths, firsts, end = [], [], 0
         for plane in words:
-            addresses.append(plane.data_ptr())
             lengths.append(plane.shape[1])
             firsts.append(end)
             end += plane.shape[1]
-        table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64)
+        table = torch.tensor([_addresses(words), lengths, firsts], dtype=torch.int64)
         return Planes(words, table.to(planes[0].device), end, max(lengths), word)
+
+    def find(self) -> None:
+        """Note where the planes are, which have given their memory back and taken it again."""
+        self.table[0] = torch.tensor(_addresses(self.words), dtype=torch.int64)
 
     @property
     def page_bytes(self) -> int:
         """Of a packed page."""
         return self.page_words * self.word.itemsize
+
+
+def _addresses(words: Sequence[Tensor]) -> list[int]:
+    return [plane.data_ptr() for plane in words]

@@ -24,6 +24,10 @@ class OfWeights(Extra):
 
     spans: list[VersionSpan]
     kv_of: bytes = b""
+    is_mixed: bool = False  # weights of several versions have computed its KV
+
+    def num_shared(self, num_tokens: int) -> int:
+        return 0 if self.is_mixed else num_tokens
 
 
 class WeightVersions(Part):
@@ -46,7 +50,8 @@ class WeightVersions(Part):
 
     def change(self, version: str, kv_of: bytes, requests: Iterable[Request]) -> None:
         """Take a new version, whose KV has a key of its own. Requests that run go on with the KV
-        that they have; those that wait match no older one."""
+        that they have, and share no more of it, also with engines that are started later; those
+        that wait match no older one."""
         for request in requests:
             of_weights = request.extra(OfWeights)
             if of_weights is None:
@@ -56,7 +61,8 @@ class WeightVersions(Part):
             if spans[-1].first == num_tokens:
                 spans.pop()
             spans.append(VersionSpan(num_tokens, version))
-            if request.status is RequestStatus.WAITING:
+            of_weights.is_mixed = request.status is RequestStatus.RUNNING
+            if not of_weights.is_mixed:
                 request.namespace = blake2b(request.namespace + kv_of, digest_size=16).digest()
         self.version, self._kv_of = version, kv_of
 

@@ -164,6 +164,12 @@ class HostCopies:
         self._traffic = HostTraffic()
         self._lock = threading.Lock()  # of the three before
 
+    def find_planes(self) -> None:
+        """As of Planes. Nothing may be under way."""
+        for planes in (self.planes, self._windows.planes):
+            if planes is not None:
+                planes.find()
+
     def queue(self, copies: Copies) -> Callable[[], dict[int, CopyMark]]:
         """Queue the copies of a plan, before its step, on the compute lane.
 

@@ -17,28 +17,28 @@ from minisgl.tiers.host.numbering import Numbering
 class WindowParts:
     def __init__(self, planes: Sequence[Tensor], numbering: Numbering) -> None:
         """planes: of windowed layers, if there are any."""
-        self._planes = Planes.of(planes) if planes else None
+        self.planes = Planes.of(planes) if planes else None
         self._first, self._each = numbering.first_window_part, numbering.window_parts
         self._page_bytes = numbering.page_bytes
 
     def gather(self, numbers: Sequence[int], packed: Tensor) -> None:
         """Copy the parts among `numbers` into their rows of `packed`, [n, page_bytes] uint8."""
         rows = self._rows(numbers)
-        if self._planes is not None and rows:
+        if self.planes is not None and rows:
             pages, places = self._places([numbers[row] for row in rows])
-            parts = self._gathered(self._planes, upload_pages(pages, packed.device))
+            parts = self._gathered(self.planes, upload_pages(pages, packed.device))
             packed[upload_pages(rows, packed.device)] = parts[upload_pages(places, packed.device)]
 
     def scatter(self, numbers: Sequence[int], packed: Tensor) -> None:
         """Copy the rows of `packed` to the parts among `numbers`."""
         rows = self._rows(numbers)
-        if self._planes is not None and rows:
+        if self.planes is not None and rows:
             numbered, places = self._places([numbers[row] for row in rows])
             pages = upload_pages(numbered, packed.device)
-            parts = self._gathered(self._planes, pages)  # the other parts of these pages stay
+            parts = self._gathered(self.planes, pages)  # the other parts of these pages stay
             parts[upload_pages(places, packed.device)] = packed[upload_pages(rows, packed.device)]
-            whole = parts.view(len(numbered), -1)[:, : self._planes.page_bytes].contiguous()
-            scatter_pages(self._planes, pages, whole)
+            whole = parts.view(len(numbered), -1)[:, : self.planes.page_bytes].contiguous()
+            scatter_pages(self.planes, pages, whole)
 
     def _rows(self, numbers: Sequence[int]) -> list[int]:
         return [row for row, number in enumerate(numbers) if number >= self._first]
