@@ -400,6 +400,7 @@ SCALES = {
     "ct-int4": f"{DOWN}.weight_scale",
     "awq": f"{DOWN}.scales",
     "gptq": f"{DOWN}.scales",
+    "nvfp4-modelopt": f"{DOWN}.weight_scale_2",
 }
 
 
@@ -444,6 +445,8 @@ SHAPES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("awq", replacing(f"{Q}.qweight", lambda w: w.T), r"\[32, 256\].*\[256, 32\]"),
     ("gptq", replacing(f"{Q}.qweight", lambda w: w.T), r"\[256, 32\].*\[32, 256\]"),
     ("gptq", replacing(f"{Q}.g_idx", lambda g: g[1:]), r"\[255\].*\[256\]"),
+    ("nvfp4", replacing(f"{Q}.weight_packed", lambda w: w[1:]), r"\[255, 128\].*\[256, 128\]"),
+    ("nvfp4", replacing(f"{Q}.weight_scale", lambda s: s.T), r"\[16, 256\].*\[256, 16\] \(NVFP4"),
 ]
 
 
@@ -467,6 +470,15 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t.update({f"{Q}.bias": torch.ones(256)}), "bias is not zero"),
     ("ct-int4", replacing(f"{Q}.weight_shape", lambda s: s + 1), r"weight_shape says \[257, 257\]"),
     ("fp8-static", setting(f"{Q}.input_scale", 0), "input_scale holds the scale 0"),
+    ("nvfp4", setting(f"{Q}.weight_scale", torch.nan), "weight_scale holds .*not finite"),
+    ("nvfp4", setting(f"{Q}.weight_scale", -1), "weight_scale holds negative scales"),
+    ("nvfp4", setting(f"{Q}.weight_global_scale", 0), "global_scale holds 0, by which weights"),
+    ("nvfp4-modelopt", lambda t: t.pop(f"{Q}.weight_scale_2"), "lacks weights: .*weight_scale_2"),
+    (
+        "nvfp4",
+        replacing(f"{Q}.weight_scale", lambda s: s.float()),
+        "weight_scale has the dtype F32; expected F8_E4M3",
+    ),
     ("fp8-block", lambda t: t.update({f"{Q}.surplus": torch.ones(1)}), "does not take: .*surplus"),
     (
         "fp8-block",
