@@ -272,6 +272,28 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
     assert read(tmp_path, rows) == SCHEMES["fbgemm"]
 
 
+# Of nvidia/DeepSeek-V3.1-NVFP4, into a file of its own; and as the parts of mixed ones are called.
+PUBLISHED: list[dict[str, Any]] = [
+    {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.0.self_attn*", "*.mlp.shared_expert.*"],
+    },
+    {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+]
+
+
+@pytest.mark.parametrize("config", PUBLISHED)
+def test_nvfp4_of_modelopt(config: dict[str, Any], tmp_path: Path) -> None:
+    producer = {"producer": {"name": "modelopt", "version": "0.39.0"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(producer | {"quantization": config}))
+    assert read(tmp_path, None) == ModelOptNvfp4()
+    assert read(tmp_path, config) == ModelOptNvfp4()
+    with pytest.raises(UnsupportedModelError, match=r"group_size 32 .*allowed: 16"):
+        read(tmp_path, config | {"group_size": 32})
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

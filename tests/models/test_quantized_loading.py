@@ -196,6 +196,19 @@ def test_what_the_tensors_say_is_not_quantised_is_left_alone(tmp_path: Path) -> 
     assert torch.equal(weight, stored["model.layers.0.mlp.down_proj.weight"])
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4-modelopt"])
+def test_layers_that_published_lists_leave_out(format: str, tmp_path: Path) -> None:
+    """As of NVIDIA's checkpoints: experts are quantised, and attention is not."""
+    case = quantize(MOE, FORMATS[format], tmp_path, keeps=lambda name: "self_attn" in name)
+    left_out = ["lm_head", "model.layers.0.self_attn*", "*.mlp.gate"]
+    kind = "exclude_modules" if format == "nvfp4-modelopt" else "ignore"
+    config = {**case.format.config, kind: left_out}
+    edit_config(case.folder, quantization_config=config)
+    found = matrices(load(case.folder))
+    assert found.keys() == case.packed.keys()
+    assert all(".experts." in name for name in found)
+
+
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):
