@@ -18,7 +18,16 @@ from support.folders import ROOT
 ROWS = (
     (
         *("errors", "printable", "events", "matcher", "parameters", "pooling", "request"),
-        *("sampling_options", "shards", "config", "paths", "keys", "progress", "subprocesses"),
+        *(
+            "sampling_options",
+            "shards",
+            "config",
+            "paths",
+            "keys",
+            "progress",
+            "subprocesses",
+            "interpreter",
+        ),
     ),
     ("text", "kvcache", "images"),
     ("grammar", "scheduler", "parts", "client"),

@@ -17,12 +17,13 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.tables import PointResult, has_drafts, print_spreads, run_tables
 from minisgl.bench.roofline import DecodeStep
-from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
+from minisgl.bench.run_info import RunInfo, bench_engine
 from minisgl.bench.workload.requests import make_workload
 from minisgl.bench.workload.structured import describe_share
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ async def bench_latency(
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
         peak = engine_peak(engine.config, engine.model)
         counter = energy_counter(engine_gpus(engine.config))
-        freeze_memory()
+        favour_steps()
         records = []
         for index, batch in enumerate(sizes):
             with console.status(f"Batch {batch.num_requests}"):

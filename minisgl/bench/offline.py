@@ -25,7 +25,7 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads
-from minisgl.bench.run_info import RunInfo, bench_engine, freeze_memory
+from minisgl.bench.run_info import RunInfo, bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.schedule import make_schedule
 from minisgl.bench.workload.structured import describe_share
@@ -33,6 +33,7 @@ from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 
 POLL_S = 1.0  # seconds; drawing takes time of the engine's event loop
 
@@ -106,7 +107,7 @@ async def _measure(
     """Measure every repetition; the run and the result are of the last one."""
     peak = engine_peak(engine.config, engine.model)
     counter = energy_counter(engine_gpus(engine.config))
-    freeze_memory()
+    favour_steps()
     repetitions: list[Figures] = []
     for repetition in range(1, config.repeat + 1):
         # The last one has the seed that was asked for, so that it is the same for any number of

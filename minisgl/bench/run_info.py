@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -33,12 +32,6 @@ async def bench_engine(console: Console, config: EngineConfig) -> AsyncIterator[
         for line in describe(engine):
             console.print(line)
         yield engine
-
-
-def freeze_memory() -> None:
-    """Freeze long-lived objects so that the garbage collector does not scan them."""
-    gc.collect()
-    gc.freeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

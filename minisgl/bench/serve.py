@@ -31,7 +31,7 @@ from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.progress import live
 from minisgl.bench.report.tables import PointResult, print_figures, print_spreads, sweep_tables
-from minisgl.bench.run_info import RunInfo, freeze_memory
+from minisgl.bench.run_info import RunInfo
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths, engine_for
 from minisgl.bench.workload.dataset import Conversation, read_dataset, sample
 from minisgl.bench.workload.requests import BYTES_PER_TOKEN, MAX_TOKEN_ID, ScheduledRequest
@@ -42,6 +42,7 @@ from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 from minisgl.printable import counted
 from minisgl.server.http.connection import raise_file_limit
 
@@ -100,7 +101,7 @@ async def bench_serve(
     async with _server_under_test(console, options) as server:
         _describe_load(console, server, options)
         _check_room(console, server, options)
-        freeze_memory()
+        favour_steps()
         run_info = replace(server.run_info, bench_options=options.as_json())
         found: list[PointResult] = []
         try:

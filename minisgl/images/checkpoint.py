@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.errors import UnsupportedModelError
+from minisgl.images.levels import LevelProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,13 +74,17 @@ class CheckpointProcessor:
         self._row_id = int(found[0])
         self._tokenizer: Any = self._processor.tokenizer
         self._control = frozenset(self._tokenizer.get_added_vocab().values())
-        self._merge = int(getattr(self._processor.image_processor, "merge_size", 1))
+        images = self._processor.image_processor
+        self._merge = int(getattr(images, "merge_size", 1))
+        self._levels = LevelProcessor.of(images, self._row_id, self._run_for_levels)
         self.placeholder = self._find_placeholder(folder)
 
     def process(self, image: Image, *, is_only: bool = True) -> Processed:
         """Process an image in RGB; is_only: of its conversation, where the processor counts images.
         Raises ValueError as the processor does, for one of a shape that it does not take."""
-        if is_only:
+        if self._levels is not None:
+            ids, inputs = self._levels(image)
+        elif is_only:
             ids, inputs = self._run(image)
         else:  # as the first of two
             ids, inputs = self._run(image, image)
@@ -96,12 +101,15 @@ class CheckpointProcessor:
             grid = (frames, height // self._merge, width // self._merge)
         return Processed(inputs, token_ids, is_row, grid)
 
-    def _run(self, *images: Image) -> tuple[list[int], dict[str, NDArray[Any]]]:
+    def _run(self, *images: Image, **options: Any) -> tuple[list[int], dict[str, NDArray[Any]]]:
         """The tokens that replace the placeholders of a conversation's images, plain text around
-        them included, and all that the processor returns of the images."""
-        text = self._text * len(images)
+        them included, and all that the processor returns of the images. options: for these."""
         made = self._processor(
-            images=[[*images]], text=[text], return_tensors="np", text_kwargs=TEXT_OPTIONS
+            images=[[*images]],
+            text=[self._text * len(images)],
+            return_tensors="np",
+            text_kwargs=TEXT_OPTIONS,
+            images_kwargs=options,
         )
         inputs = {
             name: array
@@ -109,6 +117,13 @@ class CheckpointProcessor:
             if name not in TEXT_OUTPUTS and (array := np.asarray(value)).dtype != object
         }
         return np.ravel(np.asarray(made["input_ids"])).tolist(), inputs
+
+    def _run_for_levels(
+        self, image: Image, **options: Any
+    ) -> tuple[list[int], dict[str, NDArray[Any]]]:
+        ids, inputs = self._run(image, **options)
+        begin, end = self._control_part(ids)
+        return ids[begin:end], inputs
 
     def _control_part(self, ids: list[int]) -> tuple[int, int]:
         """Where the control tokens of a replacement begin and end."""

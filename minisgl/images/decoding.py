@@ -86,7 +86,7 @@ def _as_seen(image: Image, is_low: bool) -> Image:
         seen = PIL.Image.new("RGB", layer.size, "white")
         seen.paste(layer, mask=layer.getchannel("A"))
     else:
-        seen = image.convert("RGB")
+        seen = image if image.mode == "RGB" else image.convert("RGB")
     if is_low:
         seen.thumbnail((LOW_SIDE, LOW_SIDE))
     return seen

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,9 @@ MAX_TENSORS_BYTES = 16 << 30
 _MAX_PATTERNS, _MAX_PATTERN, _MAX_REPETITIONS = 1024, 256, 3
 _REPETITION, _REPEATED_GROUP = re.compile(r"(?<!\\)[*+?{]"), re.compile(r"\)[*+{]")
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_(A|B)\.weight", re.ASCII)
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What reading a file raises that is not as safetensors writes it.
+_BROKEN = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 # Fields that are read here, or that change nothing once an adapter is trained. The tensors say what
 # is adapted, so lists and patterns of targets are not looked at.
 _HARMLESS = frozenset(
@@ -239,16 +242,19 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def _read_pairs(path: Path) -> dict[str, Pair]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     found: dict[str, dict[str, Tensor]] = {}
     try:
-        # Not mapped: the system ends a process that reads a mapped file which is cut meanwhile.
-        for key, matrix in sorted(load(path.read_bytes()).items()):
+        # A header of JSON behind its length, then the numbers. What reads such files copies them
+        # with Python's lock held, and no step is launched meanwhile. Nor is the file mapped: the
+        # system ends a process that reads a mapped file which is cut.
+        data = torch.from_numpy(np.fromfile(path, np.uint8))
+        size = int(data[:8].view(torch.int64))
+        header = json.loads(data.narrow(0, 8, size).numpy().tobytes())
+        header.pop("__metadata__", None)
+        for key, about in sorted(header.items()):
             module, side = _split_key(key)
-            found.setdefault(module, {})[side] = _checked(key, matrix)
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            found.setdefault(module, {})[side] = _matrix(key, about, data[8 + size :])
+    except _BROKEN as error:
         raise AdapterError(f"{TENSORS_FILE} cannot be read: {in_one_line(error)}.") from error
     if not found:
         raise AdapterError(f"{TENSORS_FILE} has no tensors; allowed: pairs of lora_A and lora_B.")
@@ -286,15 +292,18 @@ def _split_key(key: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _checked(key: str, matrix: Tensor) -> Tensor:
-    if matrix.dtype not in _FLOATS:
-        problem = f"has the dtype {matrix.dtype}"
-    elif matrix.dim() != 2 or not matrix.numel():
-        problem = f"has the shape {[*matrix.shape]}"
-    elif not bool(matrix.isfinite().all()):
-        problem = "has NaN or infinities"
+def _matrix(key: str, about: Mapping[str, Any], numbers: Tensor) -> Tensor:
+    """One of a file's numbers, which its header says something about."""
+    dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
+    if dtype not in _FLOATS:
+        problem = f"has the dtype {dtype:.80}"
+    elif len(shape) != 2 or 0 in shape:
+        problem = f"has the shape {shape!s:.80}"
     else:
-        return matrix
+        matrix = numbers.narrow(0, start, end - start).view(_FLOATS[dtype]).view(shape)
+        if bool(matrix.isfinite().all()):
+            return matrix
+        problem = "has NaN or infinities"
     raise AdapterError(
         f"{TENSORS_FILE}: {key:.200} {problem}; allowed: finite matrices in float32, float16 or "
         "bfloat16."

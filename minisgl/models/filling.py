@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,6 +59,13 @@ class InMemory:
 
     def __getitem__(self, part: Any) -> Tensor:
         return self.tensor[part]
+
+
+class Places(NamedTuple):
+    """Where the weights of a model are."""
+
+    to: Destinations
+    names: Names
 
 
 class Filling:

@@ -17,11 +17,10 @@ from minisgl.errors import CheckpointError, UnsupportedModelError, in_one_line
 from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.linear import Linear
 from minisgl.models.config import ModelConfig
-from minisgl.models.filling import DTYPES, Filling, InMemory, tensors_of
+from minisgl.models.filling import DTYPES, Filling, InMemory, Places, Stored, tensors_of
 from minisgl.models.loader import destinations, names_in
 from minisgl.models.reading import Piece, pieces_of
 from minisgl.models.target import Target
-from minisgl.models.targets import Destinations, Names
 from minisgl.models.transformer import CausalLM
 
 if TYPE_CHECKING:
@@ -95,7 +94,8 @@ class Refilling:
         """model: whose kernels are prepared before `begin`. rank: among all of the engine. Methods
         run on any thread, one at a time, while no step does."""
         self._model, self._config, self._lanes, self._rank = model, config, lanes, rank
-        self._filling: Filling | None = None
+        self.tower: Places | None = None  # beside the model, where it sees
+        self._filling: _Fillings | None = None
         self._is_partial = False
         self._largest: list[Tensor] = []  # of tensors that are to come, and so begin at 0
         self._coming: set[str] = set()
@@ -108,12 +108,11 @@ class Refilling:
         UnsupportedModelError for weights that the kernels read in another form."""
         self._lanes.enter_thread()
         self._refuse(partial)
-        to, names = self._places
-        dry = Filling(to, names, reads=False)
+        dry = _Fillings(self._places, self.tower, reads=False)
         for info in infos:
-            dry.add(UPDATE, info.name, info)
-        dry.end(UPDATE, partial=partial)
-        self._filling, self._is_partial = Filling(to, names), partial
+            dry.add(info.name, info)
+        dry.end(partial=partial)
+        self._filling, self._is_partial = _Fillings(self._places, self.tower), partial
         self._coming = dry.filled
         self._largest = [*self._input_scales()]
 
@@ -147,7 +146,7 @@ class Refilling:
             group.close()
 
     def close(self) -> None:
-        """Leave all groups: torch has them for the process, which may start another engine."""
+        """Leave all groups."""
         for name in [*self._groups]:
             self.leave(name)
 
@@ -167,6 +166,7 @@ class Refilling:
                 except CheckpointError as error:  # the others in the group wait for this rank
                     wrong = wrong or error
         except RuntimeError as error:
+            self.leave(name)  # of which nothing more can come
             raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
         if wrong is not None:
             raise wrong
@@ -179,7 +179,7 @@ class Refilling:
         for largest in self._largest:
             largest.zero_()
         self._largest = []
-        self._filling.add(UPDATE, name, InMemory(tensor))
+        self._filling.add(name, InMemory(tensor))
 
     def end(self) -> bool:
         """Make what kernels read of the weights again. Returns whether these are whole: no part of
@@ -187,7 +187,7 @@ class Refilling:
         assert self._filling is not None, "an update has begun"
         self._lanes.enter_thread()
         filling, self._filling = self._filling, None
-        filling.end(UPDATE, partial=self._is_partial)
+        filling.end(partial=self._is_partial)
         for module in self._module.modules():
             if isinstance(module, Linear):
                 module.product.plain.refresh()
@@ -200,8 +200,10 @@ class Refilling:
     def read(self, name: str, num_rows: int) -> list[Piece]:
         """What this rank has of the first rows of a tensor, by its name in a checkpoint."""
         self._lanes.enter_thread()
-        to, names = self._places
-        return pieces_of(to, names.of(name), num_rows)
+        places = self._places
+        if self.tower is not None and places.names.of(name) is None:
+            places = self.tower
+        return pieces_of(places.to, places.names.of(name), num_rows)
 
     def sleep(self, drops_weights: bool) -> None:
         """Give the memory of weights and caches back. drops_weights: a whole update must follow
@@ -212,7 +214,7 @@ class Refilling:
         required: dict[str, Target] = {}
         if drops_weights:
             self._refuse(False)
-            targets = self._places[0].targets
+            targets = self._places.to.targets
             required = {name: each for name, each in targets.items() if each.is_required}
         self.memory.release(_storages(required.values()))
         self._lacking |= required.keys()
@@ -249,13 +251,39 @@ class Refilling:
         return (weight for name, weight in named if name.endswith("input_scale"))
 
     @cached_property
-    def _places(self) -> tuple[Destinations, Names]:
+    def _places(self) -> Places:
         """Made by the first update: of a model by transformers' code it takes a moment."""
-        return destinations(self._model, self._config.quantization), names_in(self._config)
+        to = destinations(self._model, self._config.quantization)
+        return Places(to, names_in(self._config))
 
     @property
     def _module(self) -> Any:
         return self._model if isinstance(self._model, CausalLM) else self._model.module
+
+
+class _Fillings:
+    """Those of a model and of the tower beside it, whose weights stay unless they are given."""
+
+    def __init__(self, model: Places, tower: Places | None, *, reads: bool = True) -> None:
+        self._names = model.names
+        self._model = Filling(*model, reads=reads)
+        self._tower = None if tower is None else Filling(*tower, reads=reads)
+
+    def add(self, name: str, stored: Stored) -> None:
+        filling = self._model
+        if self._tower is not None and self._names.of(name) is None:
+            filling = self._tower
+        filling.add(UPDATE, name, stored)
+
+    def end(self, *, partial: bool) -> None:
+        self._model.end(UPDATE, partial=partial)
+        if self._tower is not None:
+            self._tower.end(UPDATE, partial=True)
+
+    @property
+    def filled(self) -> set[str]:
+        of_tower = () if self._tower is None else self._tower.filled
+        return {*self._model.filled, *(f"the tower's {name}" for name in of_tower)}
 
 
 def _storages(targets: Iterable[Target]) -> set[int]:

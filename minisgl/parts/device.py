@@ -35,6 +35,7 @@ def device_parts(
     mask: Callable[[tuple[int, ...], Tensor], None],
     copies: HostCopies | None,
     rank: int,
+    rank_of: Callable[[int], int],
     adapters: DeviceAdapters | None,
     images: DeviceImages | None,
     experts: Tensor | None,
@@ -42,9 +43,10 @@ def device_parts(
     row_by_row: bool = False,
 ) -> DeviceParts:
     """whole_logits: of rows of hidden states, over the whole vocabulary. mask: of the sampler.
-    copies: None without a host cache. rank: this one, of those that divide the requests. adapters:
-    None without any. images: None for a model that takes none. experts: of note_experts; None where
-    layers note none. row_by_row: rows are scored one by one."""
+    copies: None without a host cache. rank: this one, of those that divide the requests. rank_of:
+    which of them has the one in a slot. adapters: None without any. images: None for a model that
+    takes none. experts: of note_experts; None where layers note none. row_by_row: rows are scored
+    one by one."""
     parts: dict[type[PartPlan], Callable[[Any], StepPart]] = {
         MaskPlan: partial(MaskStep, lanes, mask),
         ScorePlan: partial(
@@ -57,7 +59,7 @@ def device_parts(
     if adapters is not None:
         parts[AdapterPlan] = partial(AdapterStep, adapters)
     if images is not None:
-        parts[ImagePlan] = partial(ImageStep, images)
+        parts[ImagePlan] = partial(ImageStep, images, lambda slot: rank_of(slot) == rank)
     if experts is not None:
         parts[ExpertPlan] = partial(ExpertStep, lanes, experts)
     return parts

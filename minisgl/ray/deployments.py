@@ -7,7 +7,6 @@ for them.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from minisgl.config import EngineConfig, refuse
 from minisgl.distributed.addresses import Address
 from minisgl.distributed.cluster_token import OPTION, VARIABLE, read_token
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 from minisgl.ray.config import RayConfig
 from minisgl.ray.engine import Answer, EngineReplica
 from minisgl.ray.ingress import create_ingress_app
@@ -191,9 +191,7 @@ class EngineDeployment(EngineReplica):
                 raise
             around = Handover(started, address).around
             super().__init__(started, config, around, _own_name(), engine)
-        # Freeze long-lived objects so that the GC does not scan them.
-        gc.collect()
-        gc.freeze()
+        favour_steps()
 
     async def labelled_metrics(self, accept: str) -> tuple[str, bytes]:
         """The engine's name and its page of metrics. accept: the format."""

@@ -156,6 +156,7 @@ def load_runner(
             load_format=config.load_format,
             is_first=stage.is_first,
         )
+        refilling.tower = images.tower_places
         if images.seeing is not None:
             weights = replace(weights, model=images.seeing)
     keys = graph_keys(config, turns=images is not None and images.offsets is not None)
@@ -356,6 +357,7 @@ class _RunnerMaker:
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
             computation.tables.order.rank,
+            computation.tables.order.rank_of,
             self.adapters,
             self.images,
             self.routed,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
@@ -159,9 +159,7 @@ class ServerProcess:
 
     async def _begin(self, engine: AsyncEngine, welcome: Welcome) -> None:
         self._state.start(engine)
-        # Freeze long-lived objects so that the GC does not scan them.
-        gc.collect()
-        gc.freeze()
+        favour_steps()
         names = self._state.model_names()
         self._announce(welcome, names, engine.vectors.task)
 

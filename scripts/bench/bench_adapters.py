@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
+from minisgl.interpreter import favour_steps
 from minisgl.request import Extra, Request, SamplingParams
 
 # Rows of a step, and how many adapters they have.
@@ -90,8 +91,8 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
 
 
 async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
-    """The longest times between the tokens of a stream: alone, while adapters are read, and while
-    they are copied to the device, for which requests wait."""
+    """The longest times between the tokens of a stream: alone, while adapters are read, while they
+    are copied to the device, for which requests wait, and beside such requests once they are."""
     for number in range(arguments.loads):
         write_adapter(arguments.model, folder / str(number), arguments.rank, number)
     config = EngineConfig(
@@ -110,6 +111,7 @@ async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
             times.append(time.perf_counter())
 
     async with await AsyncEngine.start(config) as engine:
+        favour_steps()
         streams = [engine.submit([1 + row, 2, 3, 4], params) for row in range(32)]
         watching = asyncio.ensure_future(watch(streams[0]))
         print(f"{'':8} {'median ms':>10} {'longest ms':>11}")
@@ -139,6 +141,7 @@ async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
         await tell("alone", stepped(500))
         await tell("read", read())
         await tell("copied", copy())
+        await tell("held", copy())
         watching.cancel()
         for stream in streams:
             stream.abort()
@@ -159,6 +162,7 @@ async def tpots(
     )
     found: dict[tuple[int, int], float] = {}
     async with await AsyncEngine.start(config) as engine:
+        favour_steps()
         for rows, adapters in CASES:
             if adapters <= len(lora):
                 times = [

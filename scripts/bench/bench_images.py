@@ -35,11 +35,12 @@ from rich.table import Table
 from script_runner import above_zero, engine_config, make_parser, run_script
 
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import bench_engine, freeze_memory
+from minisgl.bench.run_info import bench_engine
 from minisgl.bench.workload.requests import random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import IMAGE_PART, ImageSource
+from minisgl.interpreter import favour_steps
 from minisgl.request import SamplingParams
 
 STREAM_TOKENS, MOST_TOKENS = 512, 1 << 14  # of the prompts of streams, and of their answers
@@ -109,7 +110,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     )
     async with bench_engine(console, engine_config(arguments)) as engine:
         asking = Asking(engine, photos)
-        freeze_memory()
+        favour_steps()
         await tell_ttft(console, asking, count)
         await tell_itl(console, asking, arguments)
 

@@ -41,13 +41,14 @@ from script_runner import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.offline_run import gaps
 from minisgl.bench.online.target import Endpoint
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import bench_engine, freeze_memory
+from minisgl.bench.run_info import bench_engine
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.client.errors import refused
 from minisgl.client.exchange import open_stream
 from minisgl.client.models import headers_of
 from minisgl.engine import AsyncEngine
 from minisgl.errors import MinisglError
+from minisgl.interpreter import favour_steps
 
 WARM_UP_S = 3.0
 TIMEOUT_S = 600.0  # of a request to a server
@@ -200,7 +201,7 @@ async def measure(
     mixed = Work(streams, arriving, arguments.rate)
     for prefix in prefixes:
         await make(prefix, 1)([])
-    freeze_memory()
+    favour_steps()
     await measure_phase(mixed, min(arguments.seconds, max(WARM_UP_S, 1.5 / arguments.rate)))
     without = await measure_phase(replace(mixed, arrivals=None), arguments.seconds)
     without_ms = without.itl_s(99) * 1e3

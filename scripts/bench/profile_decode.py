@@ -29,11 +29,12 @@ from script_runner import above_zero, engine_config, make_parser, run_script
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.bench.report.output import make_console
-from minisgl.bench.run_info import bench_engine, freeze_memory
+from minisgl.bench.run_info import bench_engine
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
+from minisgl.interpreter import favour_steps
 from minisgl.request import Extra
 
 
@@ -121,7 +122,7 @@ async def run(arguments: argparse.Namespace) -> None:
 
 async def show(console: Console, config: EngineConfig, arguments: argparse.Namespace) -> None:
     async with bench_engine(console, config) as engine:
-        freeze_memory()
+        favour_steps()
         await record(engine, arguments)  # a first time, for what is compiled or loaded late
         console.print(table_of(*await record(engine, arguments)))
 

@@ -136,14 +136,6 @@ def test_what_the_tower_takes_leaves_less_for_the_kv_cache(monkeypatch: pytest.M
     assert found[2] <= found[0]
 
 
-@pytest.mark.parametrize("architecture", [QWEN, GEMMA_4])
-def test_ranks_that_divide_requests_take_no_images(architecture: str) -> None:
-    folder = str(image_case(architecture).folder)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_pages": 99}
-    setup = read_setup(EngineConfig(model=folder, tp=2, dp_attention=True, **options))
-    assert isinstance(setup.sight, str) and setup.sight.startswith("with --dp-attention ")
-
-
 def _one_direction(self: Pictured, start: int, end: int) -> Any:
     return np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start))
 

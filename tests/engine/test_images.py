@@ -25,6 +25,7 @@ from support.image_checkpoints import (
     colourful,
     encoded,
     family_named,
+    inputs_of,
     make_image_checkpoint,
     reference_processor,
 )
@@ -124,7 +125,7 @@ async def test_a_conversation_becomes_what_transformers_makes_of_it(
     assert pictured.spans == prompt.spans
     for name, of_all in reference.items():
         if name not in (*TEXT_OUTPUTS, "batch_num_images"):
-            parts = [np.asarray(span.picture.inputs[name]) for span in prompt.spans]
+            parts = [np.asarray(inputs_of(span.picture)[name]) for span in prompt.spans]
             if all(part.shape[1:] == np.asarray(of_all).shape[1:] for part in parts):
                 np.testing.assert_array_equal(np.concatenate(parts), of_all)
 

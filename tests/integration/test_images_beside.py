@@ -4,6 +4,8 @@ adapters, drafts and masks. Their tokens are those of transformers."""
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from support.image_cases import (
 )
 
 from minisgl.engine.stream import OutputStream
+from minisgl.errors import CheckpointError
 from minisgl.kvcache.copies import LoadRule
 from minisgl.models.towers.tower import Tower
 from minisgl.parts.images.host import ImagePlan, Pictured
@@ -44,6 +47,8 @@ FEW: dict[str, Any] = {
     "max_seq_len_override": 100,
     "host_cache": 0.01,
 }
+# How the names of what is not the text part begin in a checkpoint.
+TOWERS = ("model.vision_tower", "model.multi_modal_projector", "model.visual")
 STATES = {QWEN: {"state_cache": 0.01}}
 
 
@@ -301,23 +306,43 @@ def test_steps_without_images_are_those_of_a_model_that_reads_text_only(
 
 
 @pytest.mark.parametrize("architecture", [LLAVA, QWEN_3_VL])
-def test_weights_of_the_text_part_are_replaced_beside_a_tower(architecture: str) -> None:
-    """Also its embedding, in whose places the rows of images are; the tower keeps its own."""
+def test_weights_of_the_text_part_and_of_the_tower_are_replaced(architecture: str) -> None:
+    """Also its embedding, in whose places the rows of images are. What is not given of the tower
+    stays, and rows of images that other weights have made are not read again."""
     case = image_case(architecture)
     asked = case.asked[:3]
     reference = load_reference(case.folder, getattr(transformers, architecture))
     for module in (reference.get_input_embeddings(), reference.get_output_embeddings()):
         weight = module.weight.detach()
         weight.copy_(weight.roll(1, dims=0))
+    of_text = {name: each.clone() for name, each in reference.state_dict().items()}
+    of_text = {name: each for name, each in of_text.items() if not name.startswith(TOWERS)}
     changed = [answered(reference, each.prompt, each.spans) for each in asked]
-    assert any(a.token_ids != b.token_ids for a, b in zip(asked, changed, strict=True))
+    of_tower = {name: each for name, each in reference.state_dict().items() if name not in of_text}
+    for weight in of_tower.values():
+        weight.copy_(weight.roll(1, dims=0))
+    seen = [answered(reference, each.prompt, each.spans) for each in asked]
+    for before, after in ((asked, changed), (changed, seen)):
+        assert any(a.token_ids != b.token_ids for a, b in zip(before, after, strict=True))
+    first = next(iter(of_tower))
 
     async def run() -> None:
         async with started(architecture) as engine:
-            for wanted in (asked, changed):
+
+            async def check(wanted: Sequence[Asked]) -> None:
                 found = await asyncio.gather(*(submitted(engine, each) for each in wanted))
                 assert all(map(is_right, wanted, found))
-                await engine.weights.update(reference.state_dict())
+
+            await check(asked)
+            await engine.weights.update(of_text)
+            await check(changed)
+            await engine.weights.update(of_tower, partial=True)
+            await check(seen)
+            for wrong in ({f"{first}.more": of_tower[first]}, {first: of_tower[first][:1]}):
+                with pytest.raises(CheckpointError, match=re.escape(first)):
+                    await engine.weights.update(wrong, partial=True)
+            assert await engine.weights.read(first, 1) == of_tower[first][:1].tolist()
+            await check(seen)
             engine.audit()
 
     asyncio.run(run())

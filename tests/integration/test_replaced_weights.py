@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from support.draft_networks import hybrid
 from support.parity import load_engine
-from support.ports import free_port
 from support.replaced_weights import (
     GREEDY,
     NORM,
@@ -24,12 +23,9 @@ from support.replaced_weights import (
     check_slept,
     ended,
     engine_of,
-    folder_of,
     weights_of,
 )
-from support.sending_trainer import start_trainer
-from torch import Tensor
-from torch.distributed import distributed_c10d
+from support.sent_weights import check_killed, check_sent
 
 from minisgl import LLM
 from minisgl.distributed.addresses import GroupAddress
@@ -41,9 +37,7 @@ from minisgl.engine.weights import (
     WeightsReplacedError,
 )
 from minisgl.errors import CheckpointError, ConfigError, InvalidRequestError, MinisglError
-from minisgl.models.filling import InMemory
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.models.refilling import TensorInfo
 from minisgl.parts.weights.host import versions_of
 
 WIDE_HEAD = {"dtype": "bfloat16", "head_dtype": "float32"}
@@ -239,55 +233,22 @@ def test_an_llm_takes_the_tensors_of_a_trainer() -> None:
         assert answer((0, "step 2")) == before
 
 
-def infos_of(tensors: dict[str, Tensor]) -> list[TensorInfo]:
-    """In the order in which the trainer sends them."""
-    return [TensorInfo.of(name, InMemory(tensors[name])) for name in sorted(tensors)]
+def test_a_trainer_sends_weights_to_all_ranks_in_a_group() -> None:
+    check_sent("gloo", "cpu", tp=2)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_trainer_sends_weights_in_a_group(num_ranks: int) -> None:
-    options = {} if num_ranks == 1 else {"tp": num_ranks}
-    expected, infos = answers_of(1, tuple(options.items())), infos_of(weights_of(1))
-
-    async def run(port: int) -> None:
-        address = GroupAddress("127.0.0.1", port, 1, 1 + num_ranks, "weights", "gloo")
-        async with engine_of(0, **options) as engine:
-            with start_trainer(address, folder_of(1)):
-                await engine.weights.join_group(address)
-                for number, part in enumerate((infos[:9], infos[9:])):
-                    await engine.weights.update_from_group("weights", part, version=f"{number}")
-            assert await answers(engine) == expected
-            assert engine.weights.version == "1"
-            for name in sorted(weights_of(1)):  # cut by outputs, by inputs, and not at all
-                found = await engine.weights.read(name, 70)
-                assert found == weights_of(1)[name][:70].float().tolist(), name
-            await engine.weights.leave_group("weights")
-            with pytest.raises(CheckpointError, match="There is no group weights"):
-                await engine.weights.update_from_group("weights", infos[:9])
-
-    with free_port() as port:
-        asyncio.run(run(port))
+def test_a_trainer_that_is_killed_while_it_sends_leaves_an_engine_that_says_so() -> None:
+    check_killed("gloo", "cpu")
 
 
-def test_a_trainer_that_dies_while_it_sends_leaves_an_engine_that_says_so() -> None:
-    expected, infos = answers_of(1), infos_of(weights_of(1))
-
-    async def run(port: int) -> None:
-        address = GroupAddress("127.0.0.1", port, 1, 2, "weights", "gloo")
+def test_a_group_over_nccl_is_refused_on_a_cpu() -> None:
+    async def run() -> None:
+        address = GroupAddress("127.0.0.1", 9, 1, 2, "weights", "nccl")
         async with engine_of(0) as engine:
-            with start_trainer(address, folder_of(1), stop_after=5):
+            with pytest.raises(ConfigError, match="allowed on a CPU: gloo"):
                 await engine.weights.join_group(address)
-                with pytest.raises(CheckpointError, match="The update ends: "):
-                    await engine.weights.update_from_group("weights", infos)
-            with pytest.raises(WeightsIncompleteError):
-                engine.submit(PROMPTS[0], GREEDY)
-            await engine.weights.update_from_files(str(folder_of(1)))
-            assert await answers(engine) == expected
-        # The next engine of the process can join one of this name.
-        assert "weights" not in distributed_c10d._world.pg_names.values()
 
-    with free_port() as port:
-        asyncio.run(run(port))
+    asyncio.run(run())
 
 
 def test_a_paused_engine_computes_nothing_until_it_resumes() -> None:

@@ -39,6 +39,7 @@ from minisgl.parts.scores.host import scores_of
 from minisgl.request import Request
 
 FAMILIES = (LLAVA, QWEN, *qwen_vl.READERS, GEMMA_3, GEMMA_4, lfm2.WITH_TOWER)
+BY_REQUEST = {"tp": 2, "dp_attention": True}
 # So few that running requests have to be retracted.
 FEW_PAGES = {"num_pages": 28, "page_size": 4, "schedule_conservativeness": 0.02}
 
@@ -58,14 +59,15 @@ def test_tokens_equal_those_of_transformers(architecture: str, options: dict[str
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        *((each, {"tp": 2}) for each in (QWEN, QWEN_3_VL)),
-        *((each, {"pp": 2}) for each in (QWEN, QWEN_3_VL, GEMMA_4)),
+        *((each, options) for options in ({"tp": 2}, {"pp": 2}) for each in (QWEN, QWEN_3_VL)),
+        *((each, BY_REQUEST) for each in (QWEN_3_VL, GEMMA_4)),
+        (QWEN, {**BY_REQUEST, "padded": 8}),
     ],
     ids=str,
 )
 def test_ranks_and_stages_give_the_same_tokens(architecture: str, options: dict[str, Any]) -> None:
-    """With a state, rows for several layers, and rows that see each other; for rows of the first
-    layer alone see below."""
+    """With a state, and rows for several layers; for rows that see each other, and rows of the
+    first layer alone, see below."""
     check(architecture, max_prefill_length=7, **options)
 
 
@@ -136,19 +138,24 @@ def test_penalties_are_of_text() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("architecture", [LLAVA, QWEN_3_VL])
-def test_the_text_around_images_has_logprobs_and_their_rows_have_none(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "options"), [(LLAVA, {}), (QWEN_3_VL, {}), (GEMMA_4, {"pp": 2})], ids=str
+)
+def test_the_text_around_images_has_logprobs_and_their_rows_have_none(
+    architecture: str, options: dict[str, Any]
+) -> None:
+    """Logprobs also show whether the rows of an image see each other on each stage."""
     case = image_case(architecture)
     asked = case.asked[2]
     reference = load_reference(case.folder, getattr(transformers, architecture))
     wanted = prompt_logits(reference, asked).log_softmax(-1)
 
     async def run() -> Request:
-        async with started(architecture, max_prefill_length=7) as engine:
+        async with started(architecture, max_prefill_length=7, **options) as engine:
             params = replace(PARAMS, prompt_logprobs=1)
             jobs = [submitted(engine, each) for each in case.asked]
             found = await asyncio.gather(submitted(engine, asked, params=params), *jobs)
-            assert is_right(asked, found[0])
+            assert all(map(is_right, [asked, *case.asked], found))
             return found[0]
 
     scores = scores_of(asyncio.run(run()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,31 +79,57 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
     assert tokens_of(client) == before
 
 
-def test_weights_come_from_a_group(client: httpx.Client, trained: Path) -> None:
-    before = tokens_of(client)
-    tensors = {n: t for path in trained.glob("*.safetensors") for n, t in load_file(path).items()}
+GROUP = {"group_name": "policy"}
+
+
+def told_of(folder: Path) -> dict[str, Any]:
+    """What is said of tensors before they are sent."""
+    tensors = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
     names = sorted(tensors)
-    group = {"group_name": "policy"}
-    told = {
+    return {
         "names": names,
         "dtypes": [str(tensors[name].dtype).removeprefix("torch.") for name in names],
         "shapes": [[*tensors[name].shape] for name in names],
+        **GROUP,
     }
-    assert client.get("/get_world_size").json() == {"world_size": 1}
+
+
+@contextmanager
+def joined(client: httpx.Client, trained: Path, **options: Any) -> Iterator[None]:
+    """A trainer that sends what is in a folder, in a group with the server."""
     with free_port() as port:
-        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo", **group}
+        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo", **GROUP}
         place |= {"rank_offset": 1, "world_size": 2}
-        address = GroupAddress(**place)
-        with start_trainer(address, trained):
+        with start_trainer(GroupAddress(**place), trained, **options):
             client.post("/init_weights_update_group", json=place).raise_for_status()
-            client.post("/pause", params={"mode": "keep"}).raise_for_status()
-            answer = client.post("/update_weights_from_distributed", json=told | group)
-            answer.raise_for_status()
-            client.post("/resume").raise_for_status()
+            yield
+
+
+def test_weights_come_from_a_group(client: httpx.Client, trained: Path) -> None:
+    before, told = tokens_of(client), told_of(trained)
+    assert client.get("/get_world_size").json() == {"world_size": 1}
+    with joined(client, trained):
+        client.post("/pause", params={"mode": "keep"}).raise_for_status()
+        client.post("/update_weights_from_distributed", json=told).raise_for_status()
+        client.post("/resume").raise_for_status()
     assert tokens_of(client) != before
-    client.post("/destroy_weights_update_group", json=group).raise_for_status()
-    again = client.post("/update_weights_from_distributed", json=told | group)
+    client.post("/destroy_weights_update_group", json=GROUP).raise_for_status()
+    again = client.post("/update_weights_from_distributed", json=told)
     assert again.status_code == 400 and "There is no group policy" in again.text
+
+
+def test_a_server_whose_trainer_was_killed_says_so_until_a_whole_update(
+    client: httpx.Client, trained: Path
+) -> None:
+    before = tokens_of(client)
+    with joined(client, trained, stop_after=3):
+        ended = client.post("/update_weights_from_distributed", json=told_of(trained))
+    assert ended.status_code == 400 and "The update ends: " in ended.text
+    body = {"prompt": [300], "max_tokens": 1}
+    for refused in (client.post("/v1/completions", json=body), client.get("/ready")):
+        assert refused.status_code == 503 and error_of(refused)["code"] == "weights_incomplete"
+    client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)})
+    assert tokens_of(client) == before
 
 
 @pytest.mark.parametrize(

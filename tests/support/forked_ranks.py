@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import forkserver
@@ -27,9 +29,17 @@ from minisgl.runner import load
 PRELOADED = [
     run_rank.__module__,
     *("minisgl.bench.latency", "minisgl.bench.offline", "minisgl.bench.serve", "minisgl_cli.main"),
+    *("minisgl_cli.batch_file", "minisgl_cli.batch_post", "minisgl_cli.chat.repl"),
+    *("minisgl_cli.chat.engine_model", "minisgl_cli.chat.ui.pipe", "minisgl_cli.chat.ui.terminal"),
     *("minisgl.grammar.checking", "minisgl.images.processor", "minisgl.text.rendering"),
-    *("pydantic.type_adapter", "transformers.models.auto.tokenization_auto"),
-    *("transformers.utils.chat_template_utils", "jinja2"),
+    *("pydantic.fields", "pydantic.plugin._loader", "pydantic.type_adapter", "pydantic.types"),
+    *("transformers.models.auto.tokenization_auto", "transformers.models.qwen3"),
+    *("transformers.utils.chat_template_utils", "jinja2", "uvicorn.lifespan.off", "uvloop"),
+    # Of models with the code of transformers, also of their towers alone.
+    *("transformers.modeling_layers", "transformers.generation.utils"),
+    *("transformers.processing_utils", "transformers.image_processing_backends"),
+    # What a forked process runs first.
+    *("support.forked_programs", "support.forked_workers", "support.held_answers"),
 ]
 
 
@@ -37,7 +47,8 @@ def fork_server() -> ForkServerContext:
     """The context of processes forked from one with torch, which runs until the tests end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     return context
 
 

@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from minisgl.errors import EngineStoppedError
+from minisgl.images.levels import LEVELS, PIXELS, TABLE, numbers_of
 from minisgl.images.picture import Picture
 from minisgl.images.processor import ImageProcessor
 from minisgl.models.towers.processing import answer, load
@@ -316,8 +317,8 @@ def make_image_checkpoint(family: Family, folder: Path) -> Path:
 class ProcessorHere(ImageProcessor):
     """Processes images in this process, whose packages are loaded already."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        super().__init__(folder, dtype)
         self.num_images = 0
         self._loaded = load(folder)
 
@@ -331,6 +332,14 @@ class ProcessorHere(ImageProcessor):
     ) -> tuple[Picture, int]:
         self.num_images += 1
         return super().process(data, digest, max_pixels, **form)
+
+
+def inputs_of(picture: Picture) -> dict[str, np.ndarray]:
+    """What the processor has made of an image, with numbers in the place of levels."""
+    inputs = dict(picture.inputs)
+    if LEVELS in inputs:
+        inputs[PIXELS] = numbers_of(inputs.pop(LEVELS), inputs.pop(TABLE))
+    return inputs
 
 
 def reference_processor(folder: Path, family: Family) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,27 +19,41 @@ from minisgl.distributed.addresses import GroupAddress
 
 
 def start_trainer(
-    address: GroupAddress, folder: Path, stop_after: int = 1 << 30, packed_bytes: int = 0
+    address: GroupAddress,
+    folder: Path,
+    stop_after: int = 1 << 30,
+    packed_bytes: int = 0,
+    device: str = "cpu",
 ) -> subprocess.Popen[bytes]:
-    """Send the tensors of a checkpoint, in the order of their names; end after so many.
-    packed_bytes: not one by one, but in buckets that end when they have more bytes."""
-    place = (address.master_port, address.world_size, address.group_name)
-    arguments = map(str, (*place, folder, stop_after, packed_bytes))
-    return subprocess.Popen([sys.executable, __file__, *arguments])
+    """Send the tensors of a checkpoint, in the order of their names; it is killed after so many,
+    else it lives until its standard input is closed. packed_bytes: not one by one, but in buckets
+    that end when they have more bytes. device: that has them."""
+    place = (address.master_port, address.world_size, address.group_name, address.backend)
+    arguments = map(str, (*place, device, folder, stop_after, packed_bytes))
+    return subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE)
 
 
 def main(
-    port: str, world_size: str, name: str, folder: str, stop_after: str, packed_bytes: str
+    port: str,
+    world_size: str,
+    name: str,
+    backend: str,
+    device: str,
+    folder: str,
+    stop_after: str,
+    packed_bytes: str,
 ) -> None:
+    if device != "cpu":
+        torch.cuda.set_device(device)
     tensors = {
         name: tensor
         for file in Path(folder).glob("*.safetensors")
-        for name, tensor in load_file(file).items()
+        for name, tensor in load_file(file, device).items()
     }
     size = int(world_size)
     store = TCPStore("127.0.0.1", int(port), size, is_master=True)
     group, _ = distributed_c10d._new_process_group_helper(
-        *(size, 0, [], "gloo", PrefixStore(name, store)),
+        *(size, 0, [], backend, PrefixStore(name, store)),
         group_name=distributed_c10d.GroupName(name),
         timeout=timedelta(seconds=60),
     )
@@ -46,10 +61,14 @@ def main(
     sent = [tensors[name] for name in sorted(tensors)]
     if int(packed_bytes):
         sent = [*buckets(sent, int(packed_bytes))]
-    for number, tensor in enumerate(sent):
-        if number == int(stop_after):
-            os._exit(1)
+    for tensor in sent[: int(stop_after)]:
         torch.distributed.broadcast(tensor, 0, group)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    if len(sent) > int(stop_after):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+    os._exit(0)  # to leave the group might wait for the others
 
 
 def buckets(tensors: list[Tensor], most_bytes: int) -> Iterator[Tensor]:

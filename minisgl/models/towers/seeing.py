@@ -22,8 +22,8 @@ from minisgl.models.transformer import CausalLM
 class SeeingModel(AroundDecoder):
     """Runs another decoder.
 
-    A step that `rope` is set for has a rotary table of its own, whose rows are those of the step:
-    each number is that of the position which rotates it.
+    A step that `rope` is set for has a rotary table of its own, whose rows are those of the step on
+    this rank: each number is that of the position which rotates it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SeeingModel(AroundDecoder):
         of_pairs = torch.tensor(axes[:num_pairs])
         # [3, rotary_dim]: which numbers of a table, cos and then sin, are those of each position.
         self._is_axis = (of_pairs.repeat(2) == torch.arange(3)[:, None]).to(rows.device)
-        self.rope: Tensor | None = None  # [3, num_chunk_rows] int64, of the rows behind the others
+        self.rope: Tensor | None = None  # [3, num_chunk_rows] int64, of its rows behind the others
         self._deep: Sequence[Tensor] = ()  # [num_rows, hidden_size]: what each layer's output gets
         self._num_deep = rows.shape[1] // hidden_size - 1 if len(rows) else 0
         for number in range(self._num_deep):
@@ -54,10 +54,11 @@ class SeeingModel(AroundDecoder):
     ) -> Tensor:
         model, rope, tables = self._model, self.rope, self._model.rotary_tables
         if rope is not None:
-            decodes = batch.rows.rope[: len(batch.rows.rope) - rope.shape[1]]
+            own = batch.own
+            decodes = own.rope[: len(own.rope) - rope.shape[1]]
             rope = torch.cat((decodes.expand(3, -1), rope), dim=1)
-            rows = replace(batch.rows, rope=torch.arange(rope.shape[1], device=rope.device))
-            batch = replace(batch, rows=rows, own=rows)
+            own = replace(own, rope=torch.arange(rope.shape[1], device=rope.device))
+            batch = replace(batch, own=own, rows=batch.rows if batch.shares else own)
             made = {id(table): self._table(table, rope) for table in tables.values()}
             model.rotary_tables = {layer: made[id(table)] for layer, table in tables.items()}
             self._deep = self._deep_rows(batch.token_ids)

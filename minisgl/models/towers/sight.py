@@ -100,12 +100,6 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
     if not options.image_rows:
         return "it was loaded with --image-rows 0"
     text = fields.values.get("text_config") or fields.values
-    axes = _axes(names[0], text)
-    if axes and options.dp_attention:
-        return "with --dp-attention it counts positions in one direction"
-    both_ways = _both_ways(names[0], text)
-    if both_ways is not None and options.dp_attention:
-        return "with --dp-attention the rows of an image see no later ones"
     deep = (fields.values.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
     if len(deep) >= model.num_layers // options.pp:
         return f"with --pp {options.pp} the first stage has too few layers"
@@ -114,8 +108,8 @@ def read_sight(folder: Path, model: ModelConfig, options: ResolvedConfig) -> Sig
         values=dict(fields.values),
         placeholder=int(placeholders[0]),
         row_size=(1 + len(deep)) * model.hidden_size,
-        axes=axes,
-        both_ways=both_ways,
+        axes=_axes(names[0], text),
+        both_ways=_both_ways(names[0], text),
         pad=text.get("pad_token_id") or 0,
     )
 

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from minisgl.errors import UnsupportedModelError
+from minisgl.images.levels import LEVELS, PIXELS, TABLE
 from minisgl.images.picture import BFLOAT16
 from minisgl.models.adopted.names import names_of
 from minisgl.models.adopted.reader import transformers_config
 from minisgl.models.dummy import fill_randomly
-from minisgl.models.filling import fill_from_files
+from minisgl.models.filling import Places, fill_from_files
 from minisgl.models.hub import safetensors_files
 from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
@@ -28,6 +29,8 @@ from minisgl.models.towers.sight import Sight
 _TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
 _HEAD = "lm_head."
 _DTYPES = {
+    "<f2": torch.float16,
+    "|u1": torch.uint8,
     "f": torch.float32,
     "i": torch.int64,
     "u": torch.int64,
@@ -39,9 +42,15 @@ _DTYPES = {
 class Tower:
     """Makes the rows of images, each by itself."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """module: a model of transformers without its text part."""
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Places | None = None,
+    ) -> None:
+        """module: a model of transformers without its text part. places: of its weights."""
+        self.module, self.places = module, places
         self._dtype, self._device = dtype, device
         features: Any = module.get_image_features
         self._features = features
@@ -66,6 +75,8 @@ class Tower:
         if GRID in names:
             given = derive(self.module.visual, inputs[GRID], self._device)
         given |= {name: self._sent(inputs[name]) for name in names - given.keys()}
+        if LEVELS in inputs:
+            given[PIXELS] = pixels_of(self._sent(inputs[LEVELS]), self._sent(inputs[TABLE]))
         found = self._features(**given, return_dict=True)
         deep = getattr(found, "deepstack_features", None) or ()
         sides = [_joined(each) for each in (found.pooler_output, *deep)]
@@ -73,7 +84,7 @@ class Tower:
 
     def _sent(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, where numbers that are no integers have the model's dtype."""
-        dtype = torch.float16 if array.dtype == np.float16 else _DTYPES[array.dtype.kind]
+        dtype = _DTYPES.get(array.dtype.str) or _DTYPES[array.dtype.kind]
         on_gpu = self._device.type == "cuda"
         sent = torch.empty(array.shape, dtype=dtype, pin_memory=on_gpu)
         if array.dtype == BFLOAT16:
@@ -82,6 +93,19 @@ class Tower:
             np.copyto(sent.numpy(), array)
         moved = sent.to(self._device, non_blocking=True)
         return moved.to(self._dtype) if dtype.is_floating_point else moved
+
+
+def pixels_of(levels: Tensor, table: Tensor) -> Tensor:
+    """The numbers that levels stand for; shapes as in images/levels.py."""
+    num_frames, num_channels, _ = table.shape
+    patches = levels.view(len(levels), num_channels, 1, -1)
+    size = (-1, -1, num_frames, -1)
+    found = torch.empty_like(patches.expand(size), dtype=table.dtype)
+    for channel in range(num_channels):
+        of_channel = patches[:, channel, 0].int()
+        for frame in range(num_frames):
+            found[:, channel, frame] = table[frame, channel][of_channel]
+    return found.flatten(1)
 
 
 def _joined(features: Any) -> Tensor:
@@ -96,9 +120,6 @@ def load_tower(
     """Build the tower on `device`, and fill it from the files of a checkpoint. Blocks. Raises
     CheckpointError if a tensor is missing, or is another one than the tower has."""
     module, name_of = _skeleton(sight, dtype, device)
-    if load_format == "dummy":
-        fill_randomly(module, device, DUMMY_SEED)
-        return Tower(module, dtype, device)
     to = Destinations(
         targets={
             name.removeprefix("."): target  # of the model itself
@@ -108,9 +129,12 @@ def load_tower(
         scheme=None,
         is_left_out=lambda name: name.startswith((*(f"{each}." for each in _TEXT), _HEAD)),
     )
-    names = Names(name_of, is_quantizable)
-    fill_from_files(to, names, safetensors_files(folder), lambda done, total: None)
-    return Tower(module, dtype, device)
+    places = Places(to, Names(name_of, is_quantizable))
+    if load_format == "dummy":
+        fill_randomly(module, device, DUMMY_SEED)
+    else:
+        fill_from_files(*places, safetensors_files(folder), lambda done, total: None)
+    return Tower(module, dtype, device, places)
 
 
 def check_weights(sight: Sight, folder: Path) -> None:

@@ -4,7 +4,7 @@ chunks take them in the place of embeddings."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,13 +16,14 @@ from minisgl.device.copy_lanes import CopyMark, copy_lane
 from minisgl.device.lanes import Lanes
 from minisgl.errors import DeviceMemoryError, in_one_line
 from minisgl.models.decoder import Decoder
+from minisgl.models.filling import Places
 from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs, most_pieces
 from minisgl.models.towers.seeing import SeeingModel
 from minisgl.models.towers.sight import BothWays, Sight
 from minisgl.models.towers.tower import Tower, load_tower
 from minisgl.parts.device_part import StepPart
-from minisgl.parts.images.host import Encode, ImagePlan
+from minisgl.parts.images.host import Encode, ImagePlan, OfChunk
 
 if TYPE_CHECKING:
     from minisgl.models.adopted.model import AdoptedModel
@@ -88,26 +89,39 @@ class DeviceImages:
         self._marks: dict[int, CopyMark] = {}
         self._to_report: dict[int, CopyMark | str] = {}
 
-    def open(self, plan: ImagePlan) -> None:
+    @property
+    def tower_places(self) -> Places | None:
+        """Of the tower's weights, which an update may change."""
+        return None if self._tower is None else self._tower.places
+
+    def open(self, plan: ImagePlan, is_own: Callable[[int], bool]) -> None:
         """Let a step read the rows of images, once they are there, and let it count as its plan
-        says. Of an image that is read, all ranks have said that its encoding has not failed."""
+        says. Of an image that is read, all ranks have said that its encoding has not failed.
+        is_own: whether attention of the request in a slot is this rank's."""
         if plan.offsets and self.offsets is not None:
             slots, values = self._lanes.upload(
                 [[*each] for each in zip(*plan.offsets, strict=True)]
             )
             self.offsets.index_copy_(0, slots, values)
         if plan.rope and isinstance(self.seeing, SeeingModel):
-            (rope,) = self._lanes.upload([np.frombuffer(plan.rope, np.int32)])
-            self.seeing.rope = rope.view(3, -1)
+            self.seeing.rope = self._uploaded(plan.rope, is_own, 3)
         if plan.last_seen and isinstance(self.seeing, BothWaysModel):
-            (last_seen,) = self._lanes.upload([np.frombuffer(plan.last_seen, np.int32)])
-            self.seeing.last_seen = last_seen.int()
+            self.seeing.last_seen = self._uploaded(plan.last_seen, is_own, 1)[0].int()
         for number in plan.reads:
             mark = self._marks.pop(number, None)
             if mark is not None:
                 self._lane.hold_compute(mark)
         for embedding in self._embeddings:
             embedding.is_open = bool(plan.reads)
+
+    def _uploaded(
+        self, chunks: Sequence[OfChunk], is_own: Callable[[int], bool], num_lines: int
+    ) -> Tensor:
+        """What a plan says of the rows of this rank's chunks: [num_lines, num_rows] int64."""
+        own = [np.frombuffer(data, np.int32) for slot, data in chunks if is_own(slot)]
+        parts = [each.reshape(num_lines, -1) for each in own] or [np.zeros((num_lines, 0))]
+        (sent,) = self._lanes.upload([np.concatenate(parts, axis=1).ravel()])
+        return sent.view(num_lines, -1)
 
     def close(self) -> None:
         if isinstance(self.seeing, SeeingModel):
@@ -188,11 +202,13 @@ class DeviceImages:
 
 
 class ImageStep(StepPart):
-    def __init__(self, images: DeviceImages, plan: ImagePlan) -> None:
-        self._images, self._plan = images, plan
+    def __init__(
+        self, images: DeviceImages, is_own: Callable[[int], bool], plan: ImagePlan
+    ) -> None:
+        self._images, self._is_own, self._plan = images, is_own, plan
 
     def begin(self) -> None:
-        self._images.open(self._plan)
+        self._images.open(self._plan, self._is_own)
 
     def end(self) -> None:
         self._images.close()

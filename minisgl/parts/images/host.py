@@ -8,7 +8,7 @@ computed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -86,6 +86,9 @@ class Pictured(Extra):
         return text
 
 
+_NO_IMAGES = Pictured(())
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """Numbers that the tower takes, by name."""
@@ -105,6 +108,10 @@ class Encode:
     inputs: tuple[Array, ...]
 
 
+# Of the rows of a chunk, and the slot of its request.
+OfChunk = tuple[int, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePlan(PartPlan):
     """What a step does for images. The ids of its chunks are negative where rows of the buffer take
@@ -116,9 +123,11 @@ class ImagePlan(PartPlan):
     adapts_rows: bool = False  # some rows are rotated by other positions than theirs
     # Slots, and what is added to the positions of their decode rows for rotating them.
     offsets: tuple[tuple[int, int], ...] = ()
-    # Of the rows of all chunks, [3, num_rows] int32; empty: they are rotated by their positions.
-    rope: bytes = b""
-    last_seen: bytes = b""  # the same, [num_rows] int32; empty: they see the rows before them
+    # Of each chunk its slot and, [3, num_rows] int32, what its rows are rotated by; empty: their
+    # positions.
+    rope: tuple[OfChunk, ...] = ()
+    # The same, [num_rows] int32: the last position that each sees; empty: the rows before them.
+    last_seen: tuple[OfChunk, ...] = ()
     encodes: tuple[Encode, ...] = ()  # to begin
     reads: tuple[int, ...] = ()  # the numbers of the images whose rows the chunks read
 
@@ -294,32 +303,18 @@ class Images(Part):
             adapts_rows=adapts_rows,
             offsets=offsets,
             rope=rope,
-            last_seen=self._last_seen(work) if reads else b"",
+            last_seen=self._last_seen(work) if reads else (),
             encodes=encodes,
             reads=tuple(sorted(reads)),
         )
 
-    def _last_seen(self, work: StepWork) -> bytes:
-        if self._largest is None:
-            return b""
-        parts: list[NDArray[np.int32]] = []
-        for chunk, running in work.owned_chunks:
-            pictured = running.request.extra(Pictured) or Pictured(())
-            parts.append(pictured.last_seen(chunk.start, chunk.end))
-        return np.concatenate(parts).tobytes()
+    def _last_seen(self, work: StepWork) -> tuple[OfChunk, ...]:
+        return _of_chunks(work, Pictured.last_seen) if self._largest is not None else ()
 
-    def _rope(self, work: StepWork) -> bytes:
-        pictured = [running.request.extra(Pictured) for running in work.chunk_owners]
-        if not (self._turns and any(pictured)):
-            return b""
-        parts: list[NDArray[np.int32]] = []
-        for chunk, images in zip(work.chunks, pictured, strict=True):
-            if images is None:
-                positions = np.arange(chunk.start, chunk.end, dtype=np.int32)
-                parts.append(np.broadcast_to(positions, (3, len(positions))))
-            else:
-                parts.append(images.rope(chunk.start, chunk.end))
-        return np.concatenate(parts, axis=1).tobytes()
+    def _rope(self, work: StepWork) -> tuple[OfChunk, ...]:
+        if not (self._turns and any(each.request.extra(Pictured) for each in work.chunk_owners)):
+            return ()
+        return _of_chunks(work, Pictured.rope)
 
     def _changed_offsets(self, work: StepWork) -> tuple[tuple[int, int], ...]:
         if not self._turns:
@@ -409,6 +404,17 @@ def _images(request: Request) -> Iterator[tuple[_Of, Span]]:
     pictured = request.extra(Pictured)
     for span in () if pictured is None else pictured.spans:
         yield _Of(request.namespace, span.picture.digest), span
+
+
+def _of_chunks(
+    work: StepWork, numbers: Callable[[Pictured, int, int], NDArray[np.int32]]
+) -> tuple[OfChunk, ...]:
+    """What `numbers` says of the rows of each chunk, from its first to its last."""
+    found: list[OfChunk] = []
+    for chunk, running in work.owned_chunks:
+        pictured = running.request.extra(Pictured) or _NO_IMAGES
+        found.append((chunk.slot, numbers(pictured, chunk.start, chunk.end).tobytes()))
+    return (*found,)
 
 
 def _offset(running: Running) -> int:

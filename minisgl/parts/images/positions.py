@@ -17,7 +17,7 @@ from minisgl.images.picture import Span
 def rope_positions(spans: Sequence[Span]) -> tuple[NDArray[np.int32], int]:
     """The positions of the tokens up to the last row of an image, [3, n]: by frame, by line, and
     within a line; and how much larger those of all later tokens are than their places."""
-    parts: list[NDArray[np.int32]] = []
+    parts: list[NDArray[np.int32]] = [np.zeros((3, 0), np.int32)]
     at = position = 0  # the next token, and its position
     for span in spans:
         picture = span.picture
