@@ -45,13 +45,12 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "gptq": Gptq(group_size=128),
     "gptq-v2-32": GptqV2(group_size=32),
     "nvfp4": CompressedNvfp4(),
-    "nvfp4-inputs": CompressedNvfp4(),
     "nvfp4-modelopt": ModelOptNvfp4(),
 }
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
-NVFP4 = FORMATS["nvfp4-inputs"].config
+NVFP4 = FORMATS["nvfp4"].config
 
 
 def read(
@@ -111,6 +110,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
         (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
         (changed(CHANNEL, provider="auto-round"), "ct-fp8-channel"),
+        (changed(NVFP4, g_input_activations=None), "nvfp4"),
         (changed(PACKED, w_actorder="static"), "ct-int4"),
         (changed(PACKED, w_actorder="weight"), "ct-int4"),
     ],
