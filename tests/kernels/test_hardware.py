@@ -28,7 +28,7 @@ def test_gpus_multiply_fp8_from_ada_on(capability: tuple[int, int], found: bool)
 
 def test_int4_leaves_activations_alone_on_every_gpu() -> None:
     old, recent = (describe_formats(capability) for capability in ((8, 0), (9, 0)))
-    assert old["int4 and nvfp4 weights"] == recent["int4, nvfp4 weights"]
+    assert old["int4 and nvfp4 weights"] == recent["int4 and nvfp4 weights"]
     assert "activations as they are" in old["int4 and nvfp4 weights"]
 
 
