@@ -87,7 +87,7 @@ def nvfp4_weights(*shape: int, device: torch.device, is_tiled: bool) -> tuple[Nv
     codes = torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
     bits = torch.randint(0, 127, (*leading, n, k // 16), device=device, dtype=torch.uint8)
     scale = bits.view(torch.float8_e4m3fn)
-    factor = torch.randint(2, 4, (*leading, n), device=device) * 2.0**-11
+    factor = torch.randint(2, 4, (*leading, n), device=device) * 2.0**-14
     words = pack_e2m1(codes)
     weights = Nvfp4Weights(
         tiled(words) if is_tiled else words, pack_scales(scale), factor.float(), is_tiled
