@@ -143,8 +143,8 @@ class EngineConfig:
     )
     dense_copies: str = memory_option(
         "auto",
-        "Keep INT4 weights in the model's dtype, too, for steps of many tokens on a GPU: auto (if "
-        "that leaves most of the memory to the KV cache), always or never.",
+        "Keep INT4 and NVFP4 weights in the model's dtype, too, for steps of many tokens on a GPU: "
+        "auto (if that leaves most of the memory to the KV cache), always or never.",
         choices=("auto", "always", "never"),
     )
     host_cache: float = memory_option(

@@ -6,6 +6,7 @@ specification, 2023, for the format: e4m3).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import reprlib
@@ -15,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from minisgl.config import KVScales
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, quantization_fields, read_json
@@ -29,6 +30,8 @@ _NAMES = re.compile(
     r"|(?P<part>[kv])_proj\.(?:(?P=part)_scale|output_scale)"
     r"|q_proj\.(?:q_scale|output_scale))"
 )
+# Before a layer, in models of text and in those that see.
+_PREFIX = re.compile(r"(?:model\.|language_model\.)*")
 SMALLEST = 2.0**-126  # of the normal numbers of float32; below, its reciprocal overflows
 _DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 _IGNORE = "--kv-cache-dtype model leaves the KV cache as it is"
@@ -63,15 +66,16 @@ def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
                     )
     if not found:
         return config
-    for layer in range(config.num_layers):
-        for kind in "kv":
-            if (layer, kind) not in found:
-                raise CheckpointError(
-                    f"{folder} lacks layers.{layer}.self_attn.{kind}_scale, although it holds KV "
-                    f"scales of others, as {next(iter(found.values()))[1]}; {_IGNORE}."
-                )
+    attends = [isinstance(spec, AttentionSpec) for spec in config.facts().layers]
+    for layer, kind in itertools.product(range(config.num_layers), "kv"):
+        if attends[layer] and (layer, kind) not in found:
+            raise CheckpointError(
+                f"{folder} lacks layers.{layer}.self_attn.{kind}_scale, although it holds KV "
+                f"scales of others, as {next(iter(found.values()))[1]}; {_IGNORE}."
+            )
     scales = (
-        KVScales(*(found[layer, kind][0] for kind in "kv")) for layer in range(config.num_layers)
+        KVScales(*(found[layer, kind][0] for kind in "kv")) if attends[layer] else UNSCALED
+        for layer in range(config.num_layers)
     )
     return replace(config, kv_scales=tuple(scales))
 
@@ -83,7 +87,7 @@ def _scales_in(file: Path) -> list[tuple[str, int, str, float]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118
-                match = _NAMES.fullmatch(name.removeprefix("model."))
+                match = _NAMES.fullmatch(_PREFIX.sub("", name, count=1))
                 kinds = match and (match["plain"] or match["part"])
                 if match and kinds and kinds != "q":
                     scale = _scalar(opened.get_slice(name), name, file)

@@ -20,9 +20,11 @@ from minisgl.models.hub import safetensors_files
 _BLOCK = 128
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of eight columns
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits, after the sign
 _PARTS = frozenset(  # of a matrix, beside that which stands for it
     """weight_scale weight_scale_inv weight_shape weight_zero_point weight_g_idx input_scale
-    qzeros scales g_idx k_scale v_scale output_scale""".split()
+    weight_scale_2 weight_global_scale input_global_scale qzeros scales g_idx k_scale v_scale
+    output_scale""".split()
 )
 
 
@@ -40,7 +42,9 @@ def plain_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         if kind in _PARTS:
             continue
         tensor, its = stored[name], {part: stored.get(f"{path}.{part}") for part in _PARTS}
-        if kind == "weight_packed":
+        if tensor.dtype == torch.uint8 and kind in ("weight", "weight_packed"):
+            name, tensor = f"{path}.weight", _nvfp4(tensor, its)
+        elif kind == "weight_packed":
             name, tensor = f"{path}.weight", _packed(tensor, its)
         elif kind == "qweight":
             name, tensor = f"{path}.weight", _transposed(tensor, its, first_zero)
@@ -62,6 +66,15 @@ def _fp8(weight: Tensor, its: dict[str, Any]) -> Tensor:
     elif scale.dim() == 2:
         scale = scale.repeat_interleave(_BLOCK, 0)[:n].repeat_interleave(_BLOCK, 1)[:, :k]
     return weight.float() * scale
+
+
+def _nvfp4(weight: Tensor, its: dict[str, Any]) -> Tensor:
+    """Two columns in a byte; 16 share a scale, and all one that multiplies, or divides."""
+    codes = torch.stack((weight & 15, weight >> 4), -1).flatten(1).long()
+    numbers = torch.tensor(_E2M1)[codes & 7] * (1 - 2 * (codes >> 3))
+    factor, divisor = its["weight_scale_2"], its["weight_global_scale"]
+    scale = its["weight_scale"].float() * (1 / divisor if factor is None else factor)
+    return numbers * _spread(scale, 16)
 
 
 def _packed(weight: Tensor, its: dict[str, Any]) -> Tensor:

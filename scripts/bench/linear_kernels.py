@@ -36,9 +36,10 @@ from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.linear.epilogue import Epilogue
+from minisgl.kernels.linear.nvfp4 import Nvfp4Weights, pack_scales
 from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
 from minisgl.kernels.moe.mxfp4 import EXPONENT_BIAS, Mxfp4Experts, Mxfp4Weights, packed_scales
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.kernels.moe.reference import ByRouter, ExpertWeights, Routing, topk_softmax
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.tuning import tuning_of
@@ -58,6 +59,7 @@ SIZES = {
     "int4-zeros": 0.5 + 4 / GROUP,
     "e4m3": 1.0 + 4 / GROUP,  # x is not rounded
     "mxfp4": 0.5 + 2 / 32,
+    "nvfp4": 0.5 + 1 / 16,
 }
 WORKSPACE_FLOATS, SEMAPHORES = 64 << 20, 1 << 20
 MOST_OURS = 256  # rows of x, of our kernel with dense weights
@@ -163,6 +165,13 @@ def mxfp4_weights(*shape: int) -> Mxfp4Weights:
     return Mxfp4Weights(packed_numbers(*shape), packed_scales(exponents))
 
 
+def nvfp4_weights(*shape: int, is_tiled: bool) -> Nvfp4Weights:
+    *first, k = shape
+    scales = torch.randint(8, 64, (*first, k // 16), device=DEVICE)
+    factor = torch.full(tuple(first), k**-0.5 / 64, device=DEVICE)
+    return Nvfp4Weights(packed_numbers(*shape), pack_scales(scales), factor, is_tiled)
+
+
 # -- single products -------------------------------------------------------------------------------
 
 
@@ -256,12 +265,18 @@ def weight_only_problem(shape: Shape, m: int, format: str) -> Problem:
 
 
 def make_words(format: str, n: int, k: int) -> WeightWords:
-    from minisgl.kernels.linear.weight_only.weights import e4m3_words, int4_words
+    from minisgl.kernels.linear.weight_only.weights import (
+        e4m3_words,
+        int4_words,
+        nvfp4_words,
+    )
 
     if format == "e4m3":
         words = e4m3_words(*fp8_weights(n, k, blocks=True), DTYPE)
         assert words is not None
         return words
+    if format == "nvfp4":
+        return nvfp4_words(nvfp4_weights(n, k, is_tiled=False))
     return int4_words(*int4_weights(n, k, zeros=format == "int4-zeros"), DTYPE)
 
 
@@ -326,6 +341,7 @@ EXPERT_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "bf16": (ExpertWeights, dense_weights),
     "int4": (Int4Experts, int4_weights),
     "mxfp4": (Mxfp4Experts, mxfp4_weights),
+    "nvfp4": (Nvfp4Experts, partial(nvfp4_weights, is_tiled=True)),
 } | {
     f"fp8-{scales}": (
         partial(Fp8Experts, activations=activations),
@@ -370,11 +386,11 @@ def experts_problem(format: str, config: Config, m: int) -> Problem:
 # -- tables ----------------------------------------------------------------------------------------
 
 LINEAR_MODELS = ("Qwen3-14B", "Qwen3-32B", "Qwen3-0.6B", "Llama-3.1-8B")
-LINEAR_FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4", "int4-zeros", "e4m3")
+LINEAR_FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4", "int4-zeros", "e4m3", "nvfp4")
 LAYER_FORMATS = ("bf16", "fp8-channel", "fp8-block")
 EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 EXPERTS = {
-    "Qwen3-30B-A3B": ("bf16", "fp8-channel", "fp8-block", "int4", "mxfp4"),
+    "Qwen3-30B-A3B": ("bf16", "fp8-channel", "fp8-block", "int4", "mxfp4", "nvfp4"),
     "gpt-oss-20b": ("bf16", "mxfp4"),
     "gpt-oss-120b": ("mxfp4",),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from support.weight_only_cases import GivenWords, random_e4m3, random_int4
+from support.weight_only_cases import GivenWords, random_e4m3, random_int4, random_nvfp4
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear import select_product
@@ -44,6 +44,7 @@ KINDS = {
     "e4m3, rows": partial(random_e4m3, block=None),
     "e4m3, blocks": partial(random_e4m3, block=(128, 128)),
     "e4m3, small blocks": partial(random_e4m3, block=(64, 32)),
+    "nvfp4": random_nvfp4,
 }
 
 
@@ -52,6 +53,7 @@ CASES = [
     *((n, k, "int4, 128", dtype) for n, k in SHAPES for dtype in DTYPES),
     *((1152, 896, kind, torch.bfloat16) for kind in KINDS if kind != "int4, 128"),
     *((200, 256, kind, torch.float16) for kind in ("int4, 32, zeros", "e4m3, small blocks")),
+    *((7168, 5120, "nvfp4", dtype) for dtype in DTYPES),
 ]
 
 
@@ -111,6 +113,7 @@ def test_linear_without_overlapping_launches_or_splits() -> None:
         (576, 896, "int4, 32, zeros", torch.float16),
         (576, 896, "e4m3, rows", torch.float16),
         (576, 896, "e4m3, blocks", torch.bfloat16),
+        (576, 896, "nvfp4", torch.bfloat16),
     ],
 )
 def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> None:
@@ -140,7 +143,7 @@ def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> 
         )
 
 
-@pytest.mark.parametrize("kind", ["int4, 128", "int4, 128, zeros", "e4m3, blocks"])
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 128, zeros", "e4m3, blocks", "nvfp4"])
 def test_a_product_at_any_number_of_rows(kind: str) -> None:
     """1 to 16,384: the same values of W, so that rows do not depend on their company beyond the
     order of sums."""
@@ -157,7 +160,7 @@ def test_a_product_at_any_number_of_rows(kind: str) -> None:
     assert_rounded(out.rows, expected[:64])
 
 
-@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, blocks"])
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, blocks", "nvfp4"])
 @pytest.mark.parametrize(("size", "biased"), [(2048, True), (3072, False)])
 def test_a_product_with_a_dense_copy(size: int, biased: bool, kind: str) -> None:
     """To the bit as a dense product with more rows than the bound, and as before with fewer."""
@@ -203,7 +206,7 @@ def test_a_product_with_a_dense_copy(size: int, biased: bool, kind: str) -> None
 
 
 @pytest.mark.parametrize("dense_copies", [False, True])
-@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows"])
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows", "nvfp4"])
 def test_a_captured_layer(kind: str, dense_copies: bool) -> None:
     """Two products in a row, few rows and many, replayed with other rows."""
     size, dtype = 1024, torch.bfloat16

@@ -12,6 +12,7 @@ from support.expert_cases import random_logits
 from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
 from support.int4_expert_cases import check as check_int4
 from support.mxfp4_expert_cases import check as check_mxfp4
+from support.mxfp4_expert_cases import random_nvfp4_experts
 
 from minisgl.config import Activations
 from minisgl.kernels.moe.fused_experts import fused_experts
@@ -120,3 +121,21 @@ def test_mxfp4_experts_match_the_reference(
     dtype: torch.dtype, sizes: tuple[int, int, int, int], num_rows: int
 ) -> None:
     check_mxfp4(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 40, 256, 3000])
+@pytest.mark.parametrize("sizes", [A3B, (128, 8, 2048, 192), (60, 4, 320, 192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nvfp4_experts_match_the_reference(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], num_rows: int, plain: bool
+) -> None:
+    check_mxfp4(
+        num_rows,
+        *sizes,
+        dtype=dtype,
+        device=GPU,
+        pdl=True,
+        plain=plain,
+        make=random_nvfp4_experts,
+    )

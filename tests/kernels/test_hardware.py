@@ -28,14 +28,14 @@ def test_gpus_multiply_fp8_from_ada_on(capability: tuple[int, int], found: bool)
 
 def test_int4_leaves_activations_alone_on_every_gpu() -> None:
     old, recent = (describe_formats(capability) for capability in ((8, 0), (9, 0)))
-    assert old["int4 weights"] == recent["int4 weights"]
-    assert "activations as they are" in old["int4 weights"]
+    assert old["int4 and nvfp4 weights"] == recent["int4 and nvfp4 weights"]
+    assert "activations as they are" in old["int4 and nvfp4 weights"]
 
 
 def test_a_cpu_multiplies_what_is_dequantised() -> None:
     described = describe_formats(None)
     assert has_fp8_products(None)
-    for name in ("fp8 weights", "int4 weights"):
+    for name in ("fp8 weights", "int4 and nvfp4 weights"):
         assert "dequantised float32" in described[name]
     assert described["fp8 kv cache"] == "attention torch"
 

@@ -19,11 +19,19 @@ from support.quantized import FORMATS, load_plain, quantize
 
 from minisgl.config import Quantized
 from minisgl.kernels.linear.dense_product import DenseProduct
+from minisgl.kernels.linear.nvfp4 import Nvfp4Product
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.models.deepseek import LatentConfig, LatentForCausalLM
 from minisgl.models.formats import FP8_WHILE_LOADING
 from minisgl.models.registry import read_model_config
+
+KINDS = {
+    "fp8-": Fp8Product | Fp8Experts,
+    "int4": Int4Product | Int4Experts,
+    "awq-": Int4Product | Int4Experts,
+    "nvfp": Nvfp4Product | Nvfp4Experts,
+}
 
 
 def load(folder: Path, quantization: str | None = None) -> LatentForCausalLM:
@@ -35,11 +43,11 @@ def load(folder: Path, quantization: str | None = None) -> LatentForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("format", ["fp8-block", "ct-fp8-channel", "ct-int4-64", "awq-64"])
+@pytest.mark.parametrize("format", ["fp8-block", "ct-fp8-channel", "ct-int4-64", "awq-64", "nvfp4"])
 def test_logits_are_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
     case = quantize(LATENT_64, FORMATS[format], tmp_path)
     model, prompt = load(case.folder), random_prompt(LATENT_64, 60)
-    kinds = (Fp8Product | Fp8Experts) if "fp8" in format else (Int4Product | Int4Experts)
+    kinds = KINDS[format.removeprefix("ct-")[:4]]
     layer = model.layers["1"]
     names = "self_attn.qkv_a_proj self_attn.q_b_proj self_attn.o_proj mlp.experts"
     for name in [*names.split(), "mlp.shared_experts.gate_up_proj"]:

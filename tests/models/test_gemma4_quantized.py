@@ -17,12 +17,20 @@ from support.paged import PagedModel
 from support.quantized import FORMATS, Format
 from torch import Tensor
 
+from minisgl.kernels.linear.nvfp4 import Nvfp4Product
 from minisgl.kernels.linear.quantized import Fp8Product, Int4Product
-from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts
+from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4Experts
 from minisgl.models.gemma4 import GemmaForCausalLM
 from minisgl.models.registry import read_model_config
 
 NUM_TOKENS = 60
+
+KINDS = {
+    "fp8-": Fp8Product | Fp8Experts,
+    "int4": Int4Product | Int4Experts,
+    "awq-": Int4Product | Int4Experts,
+    "nvfp": Nvfp4Product | Nvfp4Experts,
+}
 
 
 def load(folder: Path, **options: Any) -> GemmaForCausalLM:
@@ -65,13 +73,13 @@ def write_quantized(format: Format, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("format", ["ct-fp8-channel", "fp8-block", "ct-int4-64", "awq-64"])
+@pytest.mark.parametrize("format", ["ct-fp8-channel", "fp8-block", "ct-int4-64", "awq-64", "nvfp4"])
 def test_logits_are_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
     reference = write_quantized(FORMATS[format], tmp_path)
     prompt = random_prompt(case_of("experts").spec, NUM_TOKENS)
     model = load(tmp_path)
     layer = model.layers["1"]
-    kinds = (Fp8Product | Fp8Experts) if "fp8" in format else (Int4Product | Int4Experts)
+    kinds = KINDS[format.removeprefix("ct-")[:4]]
     for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "experts"):
         assert isinstance(layer.get_submodule(name).product, kinds)
     assert not isinstance(layer.get_submodule("router.proj").product, kinds)

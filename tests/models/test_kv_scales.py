@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import make_checkpoint, spec_named
+from support.checkpoints import Spec, make_checkpoint, spec_named
 from support.fp8_kv import add_tensors
 from support.parity import load_engine
 from torch import Tensor
 
-from minisgl.config import KVScales
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
 from minisgl.models.kv_scales import is_kv_scale, with_kv_scales
 from minisgl.models.registry import read_model_config
 
+HYBRID = Spec("hybrid", "Qwen3_5ForCausalLM", num_layers=2, extra={"full_attention_interval": 2})
 ATTN = "model.layers.{}.self_attn."
 # Of k and of v: the same name where one scale serves both.
 NAMES = [
@@ -62,6 +63,28 @@ def test_every_name_is_read_and_no_weight(names: tuple[str, str], folder: Path) 
         scales_of(folder) or ()
     )
     assert load_engine(folder, kv_cache_dtype="model").config.kv_dtype == "float32"
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_scales_of_the_text_part_of_a_model_that_sees(prefix: str, folder: Path) -> None:
+    stored = of_both_layers().items()
+    add_tensors(folder, {prefix + name.removeprefix("model."): scale for name, scale in stored})
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+
+
+def test_layers_that_keep_a_state_have_no_scales(tmp_path: Path) -> None:
+    folder = make_checkpoint(HYBRID, tmp_path)
+    layers = read_model_config(folder).facts().layers
+    attends = [isinstance(spec, AttentionSpec) for spec in layers]
+    assert len(set(attends)) == 2
+    names = [ATTN.format(i) + f"{kind}_scale" for i in range(len(layers)) for kind in "kv"]
+    scales = {name: torch.tensor(0.5) for name in names if attends[int(name.split(".")[2])]}
+    add_tensors(folder, scales)
+    assert scales_of(folder) == tuple(KVScales(0.5, 0.5) if own else UNSCALED for own in attends)
+    scales.popitem()
+    add_tensors(folder, scales)
+    with pytest.raises(CheckpointError, match=r"lacks layers\.\d+\.self_attn\.v_scale"):
+        scales_of(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

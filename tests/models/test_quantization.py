@@ -45,13 +45,12 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "gptq": Gptq(group_size=128),
     "gptq-v2-32": GptqV2(group_size=32),
     "nvfp4": CompressedNvfp4(),
-    "nvfp4-inputs": CompressedNvfp4(),
     "nvfp4-modelopt": ModelOptNvfp4(),
 }
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
-NVFP4 = FORMATS["nvfp4-inputs"].config
+NVFP4 = FORMATS["nvfp4"].config
 
 
 def read(
@@ -111,6 +110,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
         (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
         (changed(CHANNEL, provider="auto-round"), "ct-fp8-channel"),
+        (changed(NVFP4, g_input_activations=None), "nvfp4"),
         (changed(PACKED, w_actorder="static"), "ct-int4"),
         (changed(PACKED, w_actorder="weight"), "ct-int4"),
     ],
@@ -270,6 +270,28 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
     assert read(tmp_path, None) == SCHEMES["modelopt"]
     rows = json.loads(json.dumps(config).replace('"FP8"', '"FP8_PER_CHANNEL_PER_TOKEN"', 1))
     assert read(tmp_path, rows) == SCHEMES["fbgemm"]
+
+
+# Of nvidia/DeepSeek-V3.1-NVFP4, into a file of its own; and as the parts of mixed ones are called.
+PUBLISHED: list[dict[str, Any]] = [
+    {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.0.self_attn*", "*.mlp.shared_expert.*"],
+    },
+    {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+]
+
+
+@pytest.mark.parametrize("config", PUBLISHED)
+def test_nvfp4_of_modelopt(config: dict[str, Any], tmp_path: Path) -> None:
+    producer = {"producer": {"name": "modelopt", "version": "0.39.0"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(producer | {"quantization": config}))
+    assert read(tmp_path, None) == ModelOptNvfp4()
+    assert read(tmp_path, config) == ModelOptNvfp4()
+    with pytest.raises(UnsupportedModelError, match=r"group_size 32 .*allowed: 16"):
+        read(tmp_path, config | {"group_size": 32})
 
 
 @pytest.mark.parametrize(

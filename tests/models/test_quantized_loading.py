@@ -196,6 +196,19 @@ def test_what_the_tensors_say_is_not_quantised_is_left_alone(tmp_path: Path) -> 
     assert torch.equal(weight, stored["model.layers.0.mlp.down_proj.weight"])
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4-modelopt"])
+def test_layers_that_published_lists_leave_out(format: str, tmp_path: Path) -> None:
+    """As of NVIDIA's checkpoints: experts are quantised, and attention is not."""
+    case = quantize(MOE, FORMATS[format], tmp_path, keeps=lambda name: "self_attn" in name)
+    left_out = ["lm_head", "model.layers.0.self_attn*", "*.mlp.gate"]
+    kind = "exclude_modules" if format == "nvfp4-modelopt" else "ignore"
+    config = {**case.format.config, kind: left_out}
+    edit_config(case.folder, quantization_config=config)
+    found = matrices(load(case.folder))
+    assert found.keys() == case.packed.keys()
+    assert all(".experts." in name for name in found)
+
+
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):
@@ -400,6 +413,7 @@ SCALES = {
     "ct-int4": f"{DOWN}.weight_scale",
     "awq": f"{DOWN}.scales",
     "gptq": f"{DOWN}.scales",
+    "nvfp4-modelopt": f"{DOWN}.weight_scale_2",
 }
 
 
@@ -444,6 +458,8 @@ SHAPES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("awq", replacing(f"{Q}.qweight", lambda w: w.T), r"\[32, 256\].*\[256, 32\]"),
     ("gptq", replacing(f"{Q}.qweight", lambda w: w.T), r"\[256, 32\].*\[32, 256\]"),
     ("gptq", replacing(f"{Q}.g_idx", lambda g: g[1:]), r"\[255\].*\[256\]"),
+    ("nvfp4", replacing(f"{Q}.weight_packed", lambda w: w[1:]), r"\[255, 128\].*\[256, 128\]"),
+    ("nvfp4", replacing(f"{Q}.weight_scale", lambda s: s.T), r"\[16, 256\].*\[256, 16\] \(NVFP4"),
 ]
 
 
@@ -467,6 +483,15 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t.update({f"{Q}.bias": torch.ones(256)}), "bias is not zero"),
     ("ct-int4", replacing(f"{Q}.weight_shape", lambda s: s + 1), r"weight_shape says \[257, 257\]"),
     ("fp8-static", setting(f"{Q}.input_scale", 0), "input_scale holds the scale 0"),
+    ("nvfp4", setting(f"{Q}.weight_scale", torch.nan), "weight_scale holds .*not finite"),
+    ("nvfp4", setting(f"{Q}.weight_scale", -1), "weight_scale holds negative scales"),
+    ("nvfp4", setting(f"{Q}.weight_global_scale", 0), "global_scale holds 0, by which weights"),
+    ("nvfp4-modelopt", lambda t: t.pop(f"{Q}.weight_scale_2"), "lacks weights: .*weight_scale_2"),
+    (
+        "nvfp4",
+        replacing(f"{Q}.weight_scale", lambda s: s.float()),
+        "weight_scale has the dtype F32; expected F8_E4M3",
+    ),
     ("fp8-block", lambda t: t.update({f"{Q}.surplus": torch.ones(1)}), "does not take: .*surplus"),
     (
         "fp8-block",

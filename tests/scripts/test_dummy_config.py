@@ -90,6 +90,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "int4": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "nvfp4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
 }
 
 
@@ -112,6 +113,7 @@ def test_a_quantised_config_says_its_format(quantization: str) -> None:
         ("int4", "INT4 in groups of 128 (compressed-tensors)"),
         ("awq", "INT4 in groups of 128 with zero points (awq)"),
         ("gptq", "INT4 in groups of 128 (gptq)"),
+        ("nvfp4", "NVFP4 in blocks of 16, inputs as they are"),
     ],
 )
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-8B"])

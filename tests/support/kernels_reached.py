@@ -11,11 +11,12 @@ import pytest
 
 import minisgl.kernels
 
-# Prefetch in inline PTX, and compute nothing.
+# In inline PTX: they prefetch and compute nothing, or are tried by test_mxfp4_experts.py.
 FOR_GPUS = {
     "minisgl.kernels.inlined.prefetch",
     "minisgl.kernels.linear.delta_parts._fetch",
     "minisgl.kernels.linear.gemm_parts.fetch",
+    "minisgl.kernels.linear.weight_only.unpacking_e2m1._factors",
 }
 
 

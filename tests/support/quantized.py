@@ -164,9 +164,10 @@ def pack_nvfp4(w: Tensor, *, modelopt: bool) -> Packed:
     return Packed(tensors | {"weight_scale": scale}, dequantized)
 
 
-def nvfp4(preset: str) -> Format:
+def nvfp4() -> Format:
+    """That of compressed-tensors, which rounds inputs, too."""
     config = QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        config_groups={"group_0": preset_name_to_scheme("NVFP4", ["Linear"])},
         format="nvfp4-pack-quantized",
         quantization_status="compressed",
         ignore=["lm_head", "re:.*mlp.gate$"],
@@ -281,8 +282,7 @@ FORMATS: dict[str, Format] = {
         {**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"},
         lambda w: pack_gptq(w, 32, v2=True),
     ),
-    "nvfp4": nvfp4("NVFP4A16"),
-    "nvfp4-inputs": nvfp4("NVFP4"),
+    "nvfp4": nvfp4(),
     "nvfp4-modelopt": Format(MODELOPT_NVFP4, partial(pack_nvfp4, modelopt=True)),
 }
 

@@ -75,19 +75,19 @@ def random_e4m3(
 def random_nvfp4(
     n: int, k: int, dtype: torch.dtype, *, device: torch.device
 ) -> tuple[WeightWords, Tensor]:
-    """As random_int4, for numbers and scales of any bits; only the whole product is rounded."""
+    """As random_int4, for numbers and scales of any bits."""
     weights, exact = nvfp4_weights(n, k, device=device, is_tiled=False)
-    return nvfp4_words(weights), exact.to(dtype).double()
+    return nvfp4_words(weights), exact
 
 
 def nvfp4_weights(*shape: int, device: torch.device, is_tiled: bool) -> tuple[Nvfp4Weights, Tensor]:
-    """[..., n, k], and the same float64. Factors of rows have five bits, so that float16 holds
-    every product."""
+    """[..., n, k], and the same float64. Factors of rows have two bits, so that half precision
+    holds every product."""
     *leading, n, k = shape
     codes = torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
     bits = torch.randint(0, 127, (*leading, n, k // 16), device=device, dtype=torch.uint8)
     scale = bits.view(torch.float8_e4m3fn)
-    factor = torch.randint(16, 32, (*leading, n), device=device) * 2.0**-14
+    factor = torch.randint(2, 4, (*leading, n), device=device) * 2.0**-14
     words = pack_e2m1(codes)
     weights = Nvfp4Weights(
         tiled(words) if is_tiled else words, pack_scales(scale), factor.float(), is_tiled

@@ -98,7 +98,7 @@ class Nvfp4(MatrixFormat[Nvfp4Weights]):
 class CompressedNvfp4(Nvfp4):
     """As compressed-tensors names them."""
 
-    offered: ClassVar[str] = "NVFP4 (compressed-tensors, ModelOpt)"
+    offered: ClassVar[str] = "NVFP4 (compressed-tensors)"
     sign: ClassVar[tuple[str, str] | None] = "weight_packed", "U8"
     weight_name: ClassVar[str] = "weight_packed"
     factor_name: ClassVar[str] = "weight_global_scale"

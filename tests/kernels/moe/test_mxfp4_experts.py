@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 from support.mxfp4_expert_cases import check, random_experts, random_nvfp4_experts
 
 from minisgl.kernels.linear.e2m1 import E2M1, pack_e2m1, tiled
+from minisgl.kernels.linear.nvfp4 import pack_scales
 from minisgl.kernels.linear.weight_only import unpacking_e2m1
 from minisgl.kernels.moe.fused_experts import fused_experts
 from minisgl.kernels.moe.reference import ByRouter, Routing
@@ -29,13 +30,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:Runtim
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("make", [random_experts, random_nvfp4_experts])
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "hidden_size", "size", "dtype", "plain"),
+    ("num_rows", "num_experts", "top_k", "hidden_size", "size", "dtype", "plain", "make"),
     [
-        (1, 4, 4, 64, 128, torch.float32, False),
-        (3, 4, 2, 192, 64, torch.float16, False),
-        (20, 3, 2, 64, 192, torch.float32, True),
+        (1, 4, 4, 64, 128, torch.float32, False, random_experts),
+        (3, 4, 2, 192, 64, torch.float16, False, random_experts),
+        (20, 3, 2, 64, 192, torch.float32, True, random_experts),
+        (1, 4, 4, 64, 128, torch.float32, True, random_nvfp4_experts),
+        (3, 4, 2, 192, 64, torch.float16, False, random_nvfp4_experts),
     ],
 )
 def test_fused_experts_match_the_reference(
@@ -79,45 +81,81 @@ def test_no_rows() -> None:
     assert out.shape == (0, 64)
 
 
-def test_the_instructions_for_a_gpu_make_every_number() -> None:
+@pytest.mark.parametrize(("group", "left_out"), [(32, 64), (16, 104)])
+def test_the_instructions_for_a_gpu_make_every_number(group: int, left_out: int) -> None:
     """Those of two words at a time, which the interpreter cannot run, carried out one by one."""
-    source = getsource(unpacking_e2m1.e2m1_planes.fn)
-    [text] = re.findall(r'"""\{(.*?)\}"""', source, re.DOTALL)
+    [numbers] = ptx_of(unpacking_e2m1.e2m1_planes)
+    factors = ptx_of(unpacking_e2m1._factors)[group == 16]
     codes = (torch.arange(16 * 64).reshape(16, 64) * 5 // 3 % 16).to(torch.uint8)
+    assert {code for row in codes.tolist() for code in row} == set(range(16))
+    if group == 32:
+        scale = 2.0 ** torch.arange(-68, 66)[torch.arange(32) * 4].view(16, 2)
+        packed = scale.bfloat16().view(torch.int32)[:, 0]
+    else:
+        bits = (torch.arange(64) * 2).to(torch.uint8).view(16, 4)  # zero, and some subnormal
+        scale = bits.view(torch.float8_e4m3fn).double()
+        packed = pack_scales(scale)[0]
+    wanted = codes.double().apply_(lambda code: (*E2M1, *(-one for one in E2M1))[int(code)])
+    wanted *= scale.double().repeat_interleave(group, dim=1)
     threads = tiled(pack_e2m1(codes)).view(torch.int32).view(32, 4).tolist()
     for thread, pairs in enumerate(threads):
         for pair, word in enumerate(pairs):
             row = thread // 4 + 8 * (pair // 2)
-            found = run_ptx(text, word & 0xFFFFFFFF)
+            scales = run_ptx(factors, {"$2" if group == 32 else "$4": int(packed[row])})
+            given = scales if group == 16 else [scales[0], scales[0], scales[1], scales[1]]
+            found = run_ptx(numbers, {"$4": word, **dict(zip(FACTORS, given, strict=False))})
             for quarter, half in product(range(4), range(2)):
-                code = int(codes[row, 16 * quarter + thread % 4 * 4 + pair % 2 * 2 + half])
-                bits = torch.tensor(found[quarter] >> 16 * half & 0xFFFF, dtype=torch.int32)
-                number = bits.to(torch.int16).view(torch.bfloat16).double() * 2.0**126
-                wanted = E2M1[code & 7] * (-1 if code & 8 else 1)
-                assert float(number) == wanted, (code, quarter)
-    assert {code for row in codes.tolist() for code in row} == set(range(16))
+                column = 16 * quarter + thread % 4 * 4 + pair % 2 * 2 + half
+                number = halves(found[quarter])[half] * 2.0**left_out
+                assert number == float(wanted[row, column]), (row, column)
 
 
-def run_ptx(text: str, word: int) -> list[int]:
-    """The first four registers, after all but the products, of which the factors are checked."""
-    registers = {"$4": word}
-    factors: list[str] = []
+FACTORS = ("$5", "$7", "$9", "$11")  # each twice, of both words
+
+
+def ptx_of(function: Any) -> list[str]:
+    return re.findall(r'"""\{(.*?)\}"""', getsource(function.fn), re.DOTALL)
+
+
+def halves(word: int) -> list[float]:
+    """The bfloat16 numbers in a register."""
+    both = torch.tensor([word & 0xFFFF, word >> 16 & 0xFFFF], dtype=torch.int32)
+    return both.to(torch.int16).view(torch.bfloat16).double().tolist()
+
+
+def run_ptx(text: str, given: dict[str, int]) -> list[int]:
+    """The first four registers, or as many as are written."""
+    registers = {name: value & 0xFFFFFFFF for name, value in given.items()}
     for line in filter(None, map(str.strip, text.split(";"))):
         name, _, rest = line.partition(" ")
-        if name in (".reg", "mov.b32"):
+        if name == ".reg":
             continue
         target, *operands = (operand.strip() for operand in rest.split(","))
-        if name == "fma.rn.bf16x2":
-            assert operands[0] == target and operands[2] == "nought"
-            factors.append(operands[1])
-            continue
-        values = [registers[one] if one in registers else int(one, 0) for one in operands]
-        if name == "lop3.b32":
-            assert values[3] == 0xEA  # (a & b) | c
-            registers[target] = values[0] & values[1] | values[2]
-        else:
-            a, b, *places = values
-            turned = (b << 32 | a) >> (places[0] if places else 0)
-            registers[target] = {"shf.r.wrap.b32": turned & 0xFFFFFFFF, "and.b32": a & b}[name]
-    assert factors == ["$5", "$7", "$9", "$11"]
-    return [registers[f"${plane}"] for plane in range(4)]
+        a, *more = [registers[one] if one in registers else int(one, 0) for one in operands]
+        match name:
+            case "mov.b32":
+                value = a
+            case "and.b32":
+                value = a & more[0]
+            case "shl.b32":
+                value = a << more[0]
+            case "lop3.b32":
+                assert more[2] == 0xEA  # (a & b) | c
+                value = a & more[0] | more[1]
+            case "shf.r.wrap.b32":
+                value = (more[0] << 32 | a) >> more[1]
+            case "prmt.b32":
+                bytes_ = (more[0] << 32 | a).to_bytes(8, "little")
+                chosen = bytes(bytes_[more[1] >> 4 * place & 7] for place in range(4))
+                value = int.from_bytes(chosen, "little")
+            case "fma.rn.bf16x2":
+                assert more[1] == 0x80008000
+                products = [x * y for x, y in zip(halves(a), halves(more[0]), strict=True)]
+                rounded = torch.tensor(products, dtype=torch.float64).to(torch.bfloat16)
+                assert rounded.double().tolist() == products  # all of them are exact
+                low, high = (int(one) & 0xFFFF for one in rounded.view(torch.int16))
+                value = low | high << 16
+            case _:
+                raise AssertionError(line)
+        registers[target] = value & 0xFFFFFFFF
+    return [registers[f"${place}"] for place in range(4) if f"${place}" in registers]
