@@ -1561,6 +1561,15 @@ def test_the_reference_explains_fields_and_tries_endpoints_out(
     engine.hold_after = 1
     model.get_by_role("button", name="Send").click()
     expect(model.get_by_label("Answer", exact=True)).to_contain_text('"max_model_len": 100000')
+    stored = page.locator("[id='get/v1/responses/{id}']")
+    stored.get_by_text("Try it").click()
+    stored.get_by_label("id", exact=True).fill("resp_1")
+    expect(stored.get_by_label("The same with curl")).to_have_text(
+        f"curl '{server.url}/v1/responses/resp_1'"
+    )
+    stored.get_by_label("starting_after", exact=True).fill("3")
+    stored.get_by_role("button", name="Send").click()
+    expect(stored.get_by_label("Answer", exact=True)).to_contain_text("starting_after: is only")
     body.fill(json.dumps({**asked, "stream": True}))
     chat.get_by_role("button", name="Send").click()
     expect(chat.get_by_label("Answer", exact=True)).to_contain_text("data: {")

@@ -116,13 +116,14 @@ function show({ info, paths, components = {} }) {
 
 /** A form that makes a request, and shows what the server answers as it comes. */
 function trial(method, path, { body, parameters }) {
-	const fields = parameters.map(({ name }) => [name, make("input", { "aria-label": name, placeholder: name, autocomplete: "off" })]);
+	const fields = parameters.map(({ name, in: place }) => [name, make("input", { "aria-label": name, placeholder: name, autocomplete: "off" }), place]);
 	const written = body && make("textarea", { "aria-label": `Body of ${method.toUpperCase()} ${path}`, spellcheck: "false", rows: 6 });
 	if (written) written.value = JSON.stringify(body.example ?? {}, null, 2);
 	const command = make("pre", { tabindex: 0, "aria-label": "The same with curl" }), status = make("p", { role: "status" });
 	const answer = make("pre", { tabindex: 0, "aria-label": "Answer" }), send = make("button", {}, "Send");
 	answer.hidden = true;
-	const address = () => fields.reduce((url, [name, field]) => url.replace(`{${name}}`, encodeURIComponent(field.value)), path);
+	const asked = () => new URLSearchParams(fields.filter(([, field, place]) => place === "query" && field.value).map(([name, field]) => [name, field.value])).toString();
+	const address = () => fields.reduce((url, [name, field]) => url.replace(`{${name}}`, encodeURIComponent(field.value)), path) + (asked() && `?${asked()}`);
 	const url = () => new URL(address().slice(1), new URL("./", location.href)).href;
 	const quoted = text => `'${text.replaceAll("'", `'\\''`)}'`;
 	const describe = () => {
