@@ -640,9 +640,10 @@ def test_a_quantised_head_is_refused_by_name(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_int4_inputs_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["awq-64", "nvfp4"])
+def test_inputs_that_do_not_divide_are_refused_by_name(format: str, tmp_path: Path) -> None:
     folder = make_checkpoint(MOE, tmp_path)  # 192 over 2 ranks is 96
-    edit_config(folder, quantization_config={**FORMATS["awq-64"].config})
+    edit_config(folder, quantization_config={**FORMATS[format].config})
     with pytest.raises(MinisglError, match=r"down_proj has 192 inputs, 96 of them on each rank"):
         load(folder, 0, 2, load_format="dummy")
 

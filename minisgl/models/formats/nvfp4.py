@@ -55,11 +55,6 @@ class Nvfp4(MatrixFormat[Nvfp4Weights]):
         return nvfp4_product(weights, bias)
 
     def experts(self, path: str, held: HeldExperts, dtype: torch.dtype) -> ExpertsProduct:
-        if held.hidden_size % CHUNK:
-            raise UnsupportedModelError(
-                f"{path}: experts in NVFP4 need a multiple of {CHUNK} inputs, not "
-                f"{held.hidden_size}; use the checkpoint in FP8 or bfloat16."
-            )
         return Nvfp4Experts(*self.allocate_experts(path, held), gelu=held.gelu)
 
     def targets(self, held: Held[Nvfp4Weights]) -> dict[str, Target]:
