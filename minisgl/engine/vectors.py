@@ -156,6 +156,7 @@ class Vectors:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         extras: Sequence[Extra] = (),
+        submitted: Callable[[Request], None] = ignored,
     ) -> list[Embedding]:
         """The logits of some tokens behind each prompt, in their order; raises as `embed` does."""
         check_task(self.task, "generate")
@@ -170,7 +171,7 @@ class Vectors:
         first_alone = len(prompts) > 1 and self._share_pages(*prompts[:2])
         pooling = Pooling(PooledRows.LAST, token_ids=token_ids)
         return await self._compute(
-            prompts, pooling, vector, cache_salt, tenant, extras, first_alone=first_alone
+            prompts, pooling, vector, cache_salt, tenant, extras, submitted, first_alone=first_alone
         )
 
     async def _compute(

@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from script_runner import engine_config, make_parser, run_script
 
-from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
 from minisgl.interpreter import favour_steps
@@ -31,35 +34,40 @@ from minisgl.request import Extra, Request, SamplingParams
 
 # Rows of a step, and how many adapters they have.
 CASES = ((1, 0), (1, 1), (8, 0), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))
+DECIDED = ("lora", "max_loras", "max_lora_rank")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="folder with the config.json of a dense model")
+def main() -> int:
+    parser = make_parser(__doc__, without=DECIDED, max_running_requests=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--places", type=int, default=32, help="adapters on the device at once")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--loads", type=int, default=0, help="adapters loaded beside 32 streams")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = measure_loads if arguments.loads else measure
-        asyncio.run(run(arguments, Path(folder)))
+    return run_script(measure_loads(arguments) if arguments.loads else measure(arguments))
 
 
-async def measure(arguments: argparse.Namespace, folder: Path) -> None:
-    for number in range(arguments.places):
-        write_adapter(arguments.model, folder / str(number), arguments.rank, number)
-    lora = tuple(f"a{number}={folder / str(number)}" for number in range(arguments.places))
-    base = await tpots(arguments, ())
-    adapted = await tpots(arguments, lora)
+async def measure(arguments: argparse.Namespace) -> None:
+    base = await tpots(arguments, {})
+    with random_adapters(arguments.model, arguments.places, arguments.rank) as options:
+        adapted = await tpots(arguments, options)
     print(f"{'rows':>5} {'adapters':>9} {'TPOT ms':>9} {'of none loaded':>15}")
     for (rows, adapters), milliseconds in adapted.items():
         alone = base[rows, 0]
         print(f"{rows:5} {adapters:9} {milliseconds:9.3f} {milliseconds / alone - 1:+15.2%}")
+
+
+@contextmanager
+def random_adapters(model: str, count: int, rank: int) -> Iterator[dict[str, Any]]:
+    """The options of an engine that has so many adapters on the device. Their folders are deleted
+    at the end."""
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, f"a{number}") for number in range(count)]
+        for number, folder in enumerate(folders):
+            write_adapter(Path(model), folder, rank, number)
+        lora = tuple(f"{folder.name}={folder}" for folder in folders)
+        yield {"lora": lora, "max_loras": count, "max_lora_rank": rank} if lora else {}
 
 
 def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
@@ -90,19 +98,16 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
 
 
-async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
+async def measure_loads(arguments: argparse.Namespace) -> None:
+    with random_adapters(arguments.model, arguments.loads, arguments.rank) as options:
+        lora = options.pop("lora")
+        async with await AsyncEngine.start(engine_config(arguments, **options)) as engine:
+            await time_loads(engine, lora)
+
+
+async def time_loads(engine: AsyncEngine, lora: tuple[str, ...]) -> None:
     """The longest times between the tokens of a stream: alone, while adapters are read, while they
     are copied to the device, for which requests wait, and beside such requests once they are."""
-    for number in range(arguments.loads):
-        write_adapter(arguments.model, folder / str(number), arguments.rank, number)
-    config = EngineConfig(
-        model=str(arguments.model),
-        load_format="dummy",
-        device=arguments.device,
-        max_running_requests=64,
-        max_loras=arguments.loads,
-        max_lora_rank=arguments.rank,
-    )
     params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
     times: list[float] = []
 
@@ -110,61 +115,51 @@ async def measure_loads(arguments: argparse.Namespace, folder: Path) -> None:
         async for _ in stream:
             times.append(time.perf_counter())
 
-    async with await AsyncEngine.start(config) as engine:
-        favour_steps()
-        streams = [engine.submit([1 + row, 2, 3, 4], params) for row in range(32)]
-        watching = asyncio.ensure_future(watch(streams[0]))
-        print(f"{'':8} {'median ms':>10} {'longest ms':>11}")
+    favour_steps()
+    streams = [engine.submit([1 + row, 2, 3, 4], params) for row in range(32)]
+    watching = asyncio.ensure_future(watch(streams[0]))
+    print(f"{'':8} {'median ms':>10} {'longest ms':>11}")
 
-        async def tell(name: str, work: Awaitable[object]) -> None:
-            first = len(times)
-            await work
-            await stepped(2)
-            gaps = [1e3 * (after - before) for before, after in pairwise(times[first:])]
-            print(f"{name:8} {median(gaps):10.3f} {max(gaps):11.3f}")
+    async def tell(name: str, work: Awaitable[object]) -> None:
+        first = len(times)
+        await work
+        await stepped(2)
+        gaps = [1e3 * (after - before) for before, after in pairwise(times[first:])]
+        print(f"{name:8} {median(gaps):10.3f} {max(gaps):11.3f}")
 
-        async def stepped(number: int) -> None:
-            first = len(times)
-            while len(times) < first + number:  # noqa: ASYNC110  a stream sets no event
-                await asyncio.sleep(0.01)
+    async def stepped(number: int) -> None:
+        first = len(times)
+        while len(times) < first + number:  # noqa: ASYNC110  a stream sets no event
+            await asyncio.sleep(0.01)
 
-        async def read() -> None:
-            for number in range(arguments.loads):
-                await engine.adapters.load(f"a{number}", str(folder / str(number)))
+    async def read() -> None:
+        for name, _, folder in (each.partition("=") for each in lora):
+            await engine.adapters.load(name, folder)
 
-        async def copy() -> None:
-            one = SamplingParams(temperature=0, max_tokens=1)
-            for name in engine.adapters:
-                await engine.submit([5, 6], one, extras=[engine.adapter(name)]).wait_finished()
+    async def copy() -> None:
+        one = SamplingParams(temperature=0, max_tokens=1)
+        for name in engine.adapters:
+            await engine.submit([5, 6], one, extras=[engine.adapter(name)]).wait_finished()
 
-        await stepped(50)  # the first
-        await tell("alone", stepped(500))
-        await tell("read", read())
-        await tell("copied", copy())
-        await tell("held", copy())
-        watching.cancel()
-        for stream in streams:
-            stream.abort()
+    await stepped(50)  # the first
+    await tell("alone", stepped(500))
+    await tell("read", read())
+    await tell("copied", copy())
+    await tell("held", copy())
+    watching.cancel()
+    for stream in streams:
+        stream.abort()
 
 
 async def tpots(
-    arguments: argparse.Namespace, lora: tuple[str, ...]
+    arguments: argparse.Namespace, options: dict[str, Any]
 ) -> dict[tuple[int, int], float]:
     """Milliseconds of a token by rows and adapters, the median of the rounds."""
-    config = EngineConfig(
-        model=str(arguments.model),
-        load_format="dummy",
-        device=arguments.device,
-        max_running_requests=max(rows for rows, _ in CASES),
-        lora=lora,
-        max_loras=len(lora) or None,
-        max_lora_rank=arguments.rank,
-    )
     found: dict[tuple[int, int], float] = {}
-    async with await AsyncEngine.start(config) as engine:
+    async with await AsyncEngine.start(engine_config(arguments, **options)) as engine:
         favour_steps()
         for rows, adapters in CASES:
-            if adapters <= len(lora):
+            if adapters <= len(engine.adapters):
                 times = [
                     await tpot(engine, rows, adapters, arguments.tokens)
                     for _ in range(1 + arguments.rounds)
@@ -195,4 +190,4 @@ async def tpot(engine: AsyncEngine, rows: int, adapters: int, num_tokens: int) -
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,13 +17,13 @@ import multiprocessing
 import os
 import random
 import secrets
-import socket
 import sys
 import time
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from unittest import mock
 
+from bench_settings import free_port
 from script_runner import engine_config, make_parser
 
 from minisgl import LLM, SamplingParams
@@ -85,12 +85,6 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> tuple[list[list[
     finally:
         for node in nodes:
             node.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def measure(config: EngineConfig, arguments: argparse.Namespace, results: Connection) -> None:

@@ -109,11 +109,16 @@ def median_of(reports: Sequence[Any]) -> Any:
     return first
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
 def serving(options: Sequence[str], version: Path | None = None) -> Iterator[str]:
     """The URL of a server whose replicas are all ready. Raises SystemExit if it does not start."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     variables = dict(word.split("=", 1) for word in options if VARIABLE.match(word))
     words = [word for word in options if not VARIABLE.match(word)]

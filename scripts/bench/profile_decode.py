@@ -15,15 +15,12 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_adapters import write_adapter
-from rich.console import Console
+from bench_adapters import random_adapters
 from rich.table import Table
 from script_runner import above_zero, engine_config, make_parser, run_script
 from torch.profiler import ProfilerActivity, profile
@@ -31,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import bench_engine
 from minisgl.bench.workload.requests import ScheduledRequest, random_tokens
-from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 from minisgl.interpreter import favour_steps
@@ -109,22 +105,12 @@ def table_of(launches: Sequence[Launch], num_steps: int) -> Table:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    console, rank = make_console(), arguments.lora_rank
-    with tempfile.TemporaryDirectory() as root:
-        folders = [Path(root, str(number)) for number in range(arguments.adapters)]
-        for number, folder in enumerate(folders):
-            write_adapter(Path(arguments.model), folder, rank, number)
-        lora = tuple(f"{folder.name}={folder}" for folder in folders)
-        adapted = {"lora": lora, "max_loras": len(lora), "max_lora_rank": rank} if lora else {}
-        config = engine_config(arguments, **adapted)
-        await show(console, config, arguments)
-
-
-async def show(console: Console, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    async with bench_engine(console, config) as engine:
-        favour_steps()
-        await record(engine, arguments)  # a first time, for what is compiled or loaded late
-        console.print(table_of(*await record(engine, arguments)))
+    console, made = make_console(), (arguments.model, arguments.adapters, arguments.lora_rank)
+    with random_adapters(*made) as options:
+        async with bench_engine(console, engine_config(arguments, **options)) as engine:
+            favour_steps()
+            await record(engine, arguments)  # a first time, for what is compiled or loaded late
+            console.print(table_of(*await record(engine, arguments)))
 
 
 def main() -> int:

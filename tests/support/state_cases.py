@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from minisgl.engine import AsyncEngine
 
-NUM_TOKENS = 24
-LENGTHS = (3, 17, 70, 70, 9)
+NUM_TOKENS = 8
+LENGTHS = (3, 17, 70, 70, 12)  # the last crosses a page of 16 on the way
 NUM_SHARED = 40  # tokens, of the longer prompts
 # Of Qwen3-Next and Qwen3.5, and of their mixtures.
 HYBRID = {
@@ -43,7 +43,7 @@ EXPERTS = {
     "shared_expert_intermediate_size": 48,
 }
 # Room on the device for one of the longer prompts, so that others fall out.
-FEW: dict[str, Any] = {"num_pages": 40, "max_seq_len_override": 156, "state_cache": 0.01}
+FEW: dict[str, Any] = {"num_pages": 24, "max_seq_len_override": 92, "state_cache": 0.01}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from minisgl.server.apis.responses.request_types import (
 )
 from minisgl.server.apis.responses.tool_box import ToolBox
 from minisgl.server.http.access_log import note
+from minisgl.server.http.deadlines import limit_of
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
@@ -61,6 +62,7 @@ async def decisions(service: Service, asked: Asked[DecisionRequest]) -> Response
         cache_salt=body.salt,
         tenant=body.tenant(asked.client),
         extras=asked.adapter,
+        submitted=limit_of(asked.scope).watch,
     )
     answers = [
         answer_of(question, known, iter(each.vector))
