@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -76,7 +77,9 @@ class CheckpointProcessor:
         self._control = frozenset(self._tokenizer.get_added_vocab().values())
         images = self._processor.image_processor
         self._merge = int(getattr(images, "merge_size", 1))
-        self._levels = LevelProcessor.of(images, self._row_id, self._run_for_levels)
+        self._levels: LevelProcessor | None = None
+        with contextlib.suppress(Exception):  # of code of transformers that has other options
+            self._levels = LevelProcessor.of(images, self._row_id, self._run_for_levels)
         self.placeholder = self._find_placeholder(folder)
 
     def process(self, image: Image, *, is_only: bool = True) -> Processed:

@@ -72,7 +72,11 @@ def _in_tiles(ids: list[int], inputs: dict[str, Any]) -> tuple[list[int], dict[s
     return ids, {**inputs, PIXELS: inputs[PIXELS][None]}
 
 
-@pytest.mark.parametrize("change", [_blurred, _broken, _with_more, _in_tiles])
+def _failing(ids: list[int], inputs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    raise TypeError("do_resize is no option")
+
+
+@pytest.mark.parametrize("change", [_blurred, _broken, _with_more, _in_tiles, _failing])
 def test_a_processor_that_makes_something_else_makes_numbers(
     folder: Path, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
