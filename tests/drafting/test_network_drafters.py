@@ -42,10 +42,10 @@ _FOLDER = TemporaryDirectory()
 PATH = Path(_FOLDER.name)
 CASE = "qwen3"  # of three layers
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=18, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=18, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=9, max_tokens=18, ignore_eos=True),
 ]
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ def test_drafts_of_windowed_layers_have_the_pages_of_the_model(
     found = run(monkeypatch, case.folder, case.prompts[2:], **options)
     assert found.has_window_pages
     assert found.answers == answers("gpt-oss", 2)
-    assert found.num_drafted == found.num_accepted > 40
+    assert found.num_drafted == found.num_accepted > 25
 
 
 HEAD = Head(spec_named(CASE), taps=(0, 1, 2))
@@ -218,7 +218,7 @@ def test_all_drafts_of_the_model_itself_are_accepted(
     drafting = {"speculative": str(case.folder), "draft_tokens": num_drafts}
     found = run(monkeypatch, case.folder, case.prompts, **drafting, **OPTIONS[name])
     assert found.answers == answers(model)
-    assert found.num_drafted == found.num_accepted > 40
+    assert found.num_drafted == found.num_accepted > 25
 
 
 def test_stages_of_a_pipeline_take_no_drafter_with_weights() -> None:
@@ -250,7 +250,7 @@ def check_drafts(
         drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
         assert drafts == drafts_after(oracle, tokens, num_drafts)[: len(drafts)]
         num_compared += len(drafts)
-    assert num_compared > 50
+    assert num_compared > 20
 
 
 def test_heads_draft_with_few_pages_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_drafts_that_are_right_at_times_change_no_token(
         drafting = {"speculative": "mtp", "draft_tokens": num_drafts}
         found = run(monkeypatch, folder, prompts, **drafting, **OPTIONS[name])
         assert found.answers == expected
-        assert 20 < found.num_accepted < found.num_drafted - 10
+        assert 12 < found.num_accepted < found.num_drafted - 6
 
 
 @pytest.mark.parametrize(

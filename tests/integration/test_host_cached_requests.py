@@ -210,7 +210,7 @@ def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.Monke
     async def run() -> None:
         async with AsyncEngine(load_engine(case.folder, **FEW_PAGES, host_cache=HOST_GB)) as engine:
             with pytest.raises(StepError):
-                for prompt in (*case.prompts, [5] * 130):
+                for prompt in (*case.prompts, [5] * 120):
                     stream = engine.submit(prompt, greedy(8))
                     async for _ in stream:
                         engine.audit()

@@ -365,7 +365,7 @@ def test_a_tool_may_have_null_for_parameters(http: httpx.Client) -> None:
 
 # The same examples in every run: what fails here fails everywhere.
 BOUNDED = settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,
@@ -589,7 +589,7 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     [base] = [dict(each.example) for each in ENDPOINTS if each.path == path and each.example]
     base |= {name: 2 for name in base if name.startswith("max_")}
 
-    @settings(BOUNDED, max_examples=60)
+    @settings(BOUNDED, max_examples=30)
     @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
     def check(fields: dict[str, Any]) -> None:
         body = json.dumps({**base, **fields})
@@ -607,7 +607,7 @@ def test_any_bytes_as_a_body_give_an_answer_or_a_4xx() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 
-    @settings(BOUNDED, max_examples=60)
+    @settings(BOUNDED, max_examples=30)
     @given(body=st.binary(max_size=40), type=st.sampled_from(["", JSON, "text/plain"]))
     def check(body: bytes, type: str) -> None:
         response = client.post("/v1/completions", content=body, headers={"content-type": type})

@@ -19,8 +19,8 @@ from minisgl.models.adopted.architectures import TOWERS
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 
-NUM_TOKENS = 20
-LENGTHS = (3, 17, 40, 40, 9)
+NUM_TOKENS = 10
+LENGTHS = (3, 17, 40, 40, 12)
 SHARED = 24  # tokens, by two of the prompts
 
 
