@@ -26,6 +26,7 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("gated_delta.delta_prefill._prepare", "sm_80"): 112,
     ("linear.burst_kernel.burst_kernel", "sm_80"): 808,
     ("linear.stream_kernel.stream_kernel", "sm_100"): 40,
+    ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_100"): 8,
     ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_80"): 260,
     ("lora.shrink_kernel._shrink", "sm_100"): 8,
     ("lora.shrink_kernel._shrink", "sm_80"): 8,
