@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.forked_ranks import forked_ranks
-from support.parity import FEW_PAGES, Case, batch, case_of, greedy, load_engine
+from support.parity import FEW_PAGES, Case, batch, case_of, cut, greedy, load_engine
 from support.pipelines import Outcome, mixed_outcomes
-from support.tensor_parallel import NUM_TOKENS, check_with_aborts, short_case_of
+from support.tensor_parallel import check_with_aborts, short_case_of
 from torch import Tensor
 
 from minisgl.config import EngineConfig
@@ -22,6 +22,7 @@ from minisgl.engine.startup import load
 from minisgl.layers import by_request
 from minisgl.runner.row_order import RowOrder
 
+NUM_TOKENS = 10
 DP: dict[str, Any] = {"tp": 2, "dp_attention": True}
 ON_FOUR: dict[str, Any] = {"tp": 4, "dp_attention": True}
 
@@ -78,7 +79,7 @@ def tokens_of(case: Case, num_alone: int, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "padded"), [("moe", 8), ("qwen2", 0)])
 def test_ranks_without_a_request_take_part(name: str, padded: int) -> None:
     """The 14 heads of this Qwen2 do not divide by 4, for which they need not."""
-    case = short_case_of(name)
+    case = cut(short_case_of(name), NUM_TOKENS)
     wanted = [run.token_ids for run in case.runs]
     found = tokens_of(case, 2, **ON_FOUR, padded=padded)
     assert found == [*wanted, *wanted[-2:]]
@@ -170,7 +171,7 @@ MISTAKES = (
 
 
 def changes_tokens(num_alone: int, **options: Any) -> bool:
-    case = short_case_of("qwen3")
+    case = cut(short_case_of("qwen3"), NUM_TOKENS)
     found = tokens_of(case, num_alone, **DP, **options)
     runs = [*case.runs, *case.runs[-num_alone:]]
     return sum(ids != run.token_ids for ids, run in zip(found, runs, strict=True)) > 1

@@ -224,7 +224,7 @@ def test_mistakes_with_the_runs_of_ranks_change_tokens(
         # Prompts that are scored beside runs.
         ("llama-biased", {"max_prefill_length": 16}),
         ("llama-biased", {**DP, "max_prefill_length": 16}),
-        ("glm-flash", FEW_PAGES),
+        ("glm-flash", FEW_PAGES | {"num_pages": 40}),
         ("deepseek-v2", {"padded": 8, "max_prefill_length": 16}),
     ],
     ids=str,
