@@ -7,7 +7,7 @@ import triton.language as tl
 
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.linear.weight_only.unpacking import e4m3_planes, half_of, int4_planes
-from minisgl.kernels.linear.weight_only.unpacking_e2m1 import e2m1_planes, left_out
+from minisgl.kernels.linear.weight_only.unpacking_e2m1 import e2m1_planes
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -45,8 +45,10 @@ def dequantize_kernel(
         chunk = word // 16 * 64
         scale = _scales_at(scales, row, chunk // group, scale_stride, inside)
         if factors is not None:
-            factor = tl.load(factors + row, mask=row < n, other=0.0) * left_out(16, packed)
-            planes = e2m1_planes(found, scale, 16, dtype, packed)
+            factor = tl.load(factors + row, mask=row < n, other=0.0)
+            # Not `packed`, which takes for granted that two words of a row share a register: so it
+            # is where tensor cores multiply them, but not in a layout that suits the loads here.
+            planes = e2m1_planes(found, scale, 16, dtype, False)
         else:
             later = _scales_at(scales, row, (chunk + 32) // group, scale_stride, inside)
             planes = int4_planes(
