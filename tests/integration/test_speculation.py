@@ -206,15 +206,21 @@ def _draft_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake", [_swap_runs_of_ranks, _swap_results_of_ranks, _draft_for_others]
+    ("mistake", "name"),
+    [
+        (_swap_runs_of_ranks, "llama3"),
+        # In whose steps both ranks have as many runs.
+        (_swap_results_of_ranks, "qwen3"),
+        (_draft_for_others, "llama3"),
+    ],
 )
 def test_mistakes_with_the_runs_of_ranks_change_tokens(
-    mistake: Any, monkeypatch: pytest.MonkeyPatch
+    mistake: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 makes them, whose tokens count."""
-    expected = without("llama3").outputs
+    expected = without(name).outputs
     mistake(monkeypatch)
-    assert run(case_of("llama3"), speculative="ngram", padded=8, **DP).outputs != expected
+    assert run(case_of(name), speculative="ngram", padded=8, **DP).outputs != expected
 
 
 @pytest.mark.parametrize(
