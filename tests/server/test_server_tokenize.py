@@ -77,12 +77,15 @@ def test_a_conversation_is_tokenized_like_a_chat_prompt(
     assert as_prompt["choices"][0]["text"] == answer["choices"][0]["message"]["content"]
 
 
-async def test_special_tokens_are_put_around_a_conversation_on_request() -> None:
-    tokenizer = qwen()
+async def test_special_tokens_are_put_around_a_conversation_on_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = qwen()  # which other tests have, too
     first, last = (tokenizer.encode(text, add_special_tokens=False) for text in IM)
-    tokenizer._backend.post_processor = TemplateProcessing(
+    around = TemplateProcessing(
         single=f"{IM[0]} $A {IM[1]}", special_tokens=[(IM[0], *first), (IM[1], *last)]
     )
+    monkeypatch.setattr(tokenizer._backend, "post_processor", around)
     assert tokenizer.special_around() == (first, last)
     engine = ScriptedEngine(tokenizer)
     messages = [{"role": "user", "content": "Hi"}]
