@@ -19,6 +19,8 @@ from torch import Tensor
 
 from minisgl.config import memory_bytes
 from minisgl.errors import CallerError, in_one_line
+from minisgl.models.filling import DTYPES
+from minisgl.models.target import FLOATS
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -28,7 +30,6 @@ MAX_TENSORS_BYTES = 16 << 30
 _MAX_PATTERNS, _MAX_PATTERN, _MAX_REPETITIONS = 1024, 256, 3
 _REPETITION, _REPEATED_GROUP = re.compile(r"(?<!\\)[*+?{]"), re.compile(r"\)[*+{]")
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_(A|B)\.weight", re.ASCII)
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What reading a file raises that is not as safetensors writes it.
 _BROKEN = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 # Fields that are read here, or that change nothing once an adapter is trained. The tensors say what
@@ -295,12 +296,12 @@ def _split_key(key: str) -> tuple[str, str]:
 def _matrix(key: str, about: Mapping[str, Any], numbers: Tensor) -> Tensor:
     """One of a file's numbers, which its header says something about."""
     dtype, shape, (start, end) = about["dtype"], about["shape"], about["data_offsets"]
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         problem = f"has the dtype {dtype:.80}"
     elif len(shape) != 2 or 0 in shape:
         problem = f"has the shape {shape!s:.80}"
     else:
-        matrix = numbers.narrow(0, start, end - start).view(_FLOATS[dtype]).view(shape)
+        matrix = numbers.narrow(0, start, end - start).view(DTYPES[dtype]).view(shape)
         if bool(matrix.isfinite().all()):
             return matrix
         problem = "has NaN or infinities"

@@ -20,6 +20,7 @@ from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, quantization_fields, read_json
+from minisgl.models.target import FLOATS
 
 # Without 'model.'. llm-compressor and ModelOpt write k_scale and v_scale, of the attention or of
 # its projections; AutoFP8 and Quark output_scale; files of 2024 one kv_scale for both. A q_scale is
@@ -33,7 +34,6 @@ _NAMES = re.compile(
 # Before a layer, in models of text and in those that see.
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*")
 SMALLEST = 2.0**-126  # of the normal numbers of float32; below, its reciprocal overflows
-_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 _IGNORE = "--kv-cache-dtype model leaves the KV cache as it is"
 
 
@@ -105,9 +105,9 @@ def _scalar(stored: Any, name: str, file: Path) -> float:
             f"{file}: {name} has the shape {shape}: KV scales per head or channel are not "
             f"supported; allowed: one number a layer, of the shape [] or [1]. {_IGNORE}."
         )
-    if shape not in ([], [1]) or dtype not in _DTYPES:
+    if shape not in ([], [1]) or dtype not in FLOATS:
         raise CheckpointError(
-            f"{file}: {name} is {dtype} of the shape {shape}; expected {', '.join(_DTYPES)} of the "
+            f"{file}: {name} is {dtype} of the shape {shape}; expected {', '.join(FLOATS)} of the "
             "shape [] or [1]."
         )
     scale = float(stored[...])
