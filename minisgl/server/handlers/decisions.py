@@ -37,14 +37,14 @@ async def decisions(service: Service, asked: Asked[DecisionRequest]) -> Response
     if form.messages is not None:
         raise CallerError(THINKS)
     known = labels(engine.tokenizer, max(len(each.options) for each in body.questions))
+    given = body.input
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    if any(item.is_reference for item in items):
+        raise InvalidRequestError("input", "cannot refer to items of stored answers.")
+    placed = [(item, f"input.{place}") for place, item in enumerate(items)]
     prompts = []
     for index, question in enumerate(body.questions):
         asking = InputItem(role="user", content=prompt_of(question, known))
-        given = body.input
-        items = [InputItem(role="user", content=given)] if isinstance(given, str) else [*given]
-        if any(item.is_reference for item in items):
-            raise InvalidRequestError("input", "cannot refer to items of stored answers.")
-        placed = [(item, f"input.{place}") for place, item in enumerate(items)]
         request = ResponsesRequest(input="", reasoning=NO_THINKING)
         chat = chat_of(request, [*placed, (asking, f"questions.{index}")], ToolBox(()))
         with chat.fields_named():
