@@ -151,7 +151,7 @@ class CompressedInt4(Int4):
         def zeros(packed: Tensor) -> Tensor:
             return spread(packing.numbers_of(packed.mT, outputs))
 
-        zero_point = ignored((*_INTEGERS, *FLOATS), _check_centred)
+        zero_point = CENTRED
         if weights.zero is not None:
             cut = covering(outputs, PER_INT32), groups
             zero_point = Target(weights.zero, cut, _INT32, storing(zeros))
@@ -277,6 +277,9 @@ def _check_centred(_: Tensor, zero: Tensor) -> None:
     packed = zero.dtype == torch.int32 and bool((zero == _SYMMETRIC_ZEROS).all())
     if zero.any() and not packed:
         raise CheckpointError("holds zero points, although the config says symmetric: true")
+
+
+CENTRED = ignored((*_INTEGERS, *FLOATS), _check_centred)  # the zero points of a symmetric map
 
 
 # -- configs --------------------------------------------------------------------------------------
