@@ -365,6 +365,6 @@ def _group_size(
     bits_name, name = (
         next((name for name in names if name in given), names[0]) for names in (bits, sizes)
     )
-    fields.require(bits_name, (4,), " for integers: use a 4-bit checkpoint, or an FP8 one")
+    fields.require(bits_name, (4,), " for integers: use a 4-bit checkpoint, FP8, or W8A8 in INT8")
     fields.require(name, _GROUP_SIZES)
     return fields.count(name)
