@@ -23,7 +23,9 @@ from minisgl.kernels.linear.e2m1 import E2M1, pack_e2m1, tiled
 from minisgl.kernels.linear.nvfp4 import pack_scales
 from minisgl.kernels.linear.weight_only import unpacking_e2m1
 from minisgl.kernels.moe.fused_experts import fused_experts
-from minisgl.kernels.moe.reference import ByRouter, Routing
+from minisgl.kernels.moe.mxfp4_experts import HALVED_MEMBERS
+from minisgl.kernels.moe.reference import ByRouter, Chosen, Routing
+from minisgl.kernels.tuning import ExpertTiles, ManyTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
@@ -62,6 +64,21 @@ def test_fused_experts_match_the_reference(
         plain=plain,
         make=make,
     )
+
+
+def test_pairs_that_fill_half_of_a_tile() -> None:
+    """And one more, also after a whole tile."""
+    half = HALVED_MEMBERS // 2
+    counts = torch.tensor([half, half + 1, 3 * half, 3 * half + 1])
+    num_experts, num_rows = len(counts), int(counts.sum())
+    experts = random_experts(num_experts, 64, 64, dtype=torch.float32, device=DEVICE)
+    chosen = torch.arange(num_experts, dtype=torch.int32).repeat_interleave(counts)
+    weights = torch.ones(num_rows, 1, device=DEVICE)
+    choice = Chosen(chosen[torch.randperm(num_rows)][:, None].to(DEVICE), weights)
+    x = torch.randn(num_rows, 64, device=DEVICE)
+    tiles = ExpertTiles(64, 2 * half, 64, num_warps=4, num_stages=1)
+    out, _ = fused_experts(x, choice, experts, tiles=ManyTiles(tiles, tiles), pdl=False)
+    torch.testing.assert_close(out, experts.reference(x, choice), rtol=1e-4, atol=1e-4)
 
 
 def test_a_nan_row_harms_no_other_row() -> None:
