@@ -32,6 +32,10 @@ from minisgl.kernels.moe.routing import clamp_options, expert_places, weights_of
 
 # Up to so many rows of x in a tile, each warp multiplies another chunk of k.
 FEW_MEMBERS = 16
+# From so many on, an expert's pairs that fill no more than half of a tile take one of half the size
+# in the first product: what is multiplied beyond them costs as much as they do. The second product
+# would have so many registers that fewer of its programs run at once.
+HALVED_MEMBERS = 64
 
 Experts = Mxfp4Experts | Nvfp4Experts
 
@@ -44,6 +48,7 @@ def multiply_e2m1(experts: Experts, choice: Chosen, pairs: Listed, gemm: PairGem
         *pairs,
         gemm.delta,
         places=gemm.tiles.places,
+        halves=gemm.gated and gemm.tiles.block_m >= HALVED_MEMBERS,
         **_numbers_of(experts, gemm),
     )
 
@@ -113,6 +118,7 @@ def _expert_product(
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
     places: tl.constexpr,
+    halves: tl.constexpr,
     gated: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
@@ -128,28 +134,72 @@ def _expert_product(
 ):
     """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
     `source`. The outputs of the first product are activated if `gated`, those of the second
-    weighted."""
+    weighted. halves: whether few pairs take half of block_m."""
     wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across
-    output = tile * block_n + tl.arange(0, block_n)
     if bias is not None:
         bias += expert * (2 * num_outputs if gated else num_outputs)
     count = tl.load(counts + expert)
     lists += expert.to(tl.int64) * num_rows
     for first in range(place * block_m, count, places * block_m):
-        member = first + tl.arange(0, block_m)
-        inside = member < count
-        pair = tl.load(lists + member, mask=inside, other=0)
-        total, up_total = _multiply(
-            words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
-            num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
-        )  # fmt: skip
-        store_outputs(
-            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha, gelu, delta=delta, expert=expert,
-        )  # fmt: skip
+        if halves and count - first <= block_m // 2:
+            _compute_pairs(
+                source, words, scales, factors, bias, target, lists, weights, delta,
+                expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
+                gelu, group, block_n, block_m // 2, block_k, lanes, stages, packed,
+            )  # fmt: skip
+        else:
+            _compute_pairs(
+                source, words, scales, factors, bias, target, lists, weights, delta,
+                expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
+                gelu, group, block_n, block_m, block_k, lanes, stages, packed,
+            )  # fmt: skip
+
+
+@triton.jit
+def _compute_pairs(
+    source,
+    words,
+    scales,
+    factors,
+    bias,
+    target,
+    members,
+    weights,
+    delta,
+    expert,
+    tile,
+    first,
+    count,
+    num_outputs: tl.constexpr,
+    num_inputs: tl.constexpr,
+    shared: tl.constexpr,
+    gated: tl.constexpr,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    gelu: tl.constexpr,
+    group: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    lanes: tl.constexpr,
+    stages: tl.constexpr,
+    packed: tl.constexpr,
+):
+    """A tile of outputs of block_m of an expert's `count` pairs, from `first` on."""
+    member = first + tl.arange(0, block_m)
+    inside = member < count
+    pair = tl.load(members + member, mask=inside, other=0)
+    total, up_total = _multiply(
+        words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
+        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+    )  # fmt: skip
+    store_outputs(
+        target, weights, total, up_total, pair, inside, tile * block_n + tl.arange(0, block_n),
+        num_outputs, gated, bias, limit, alpha, gelu, delta=delta, expert=expert,
+    )  # fmt: skip
 
 
 @triton.jit
