@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.inlined import finished_sums, wait_for_previous
 from minisgl.kernels.linear import nvfp4
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
@@ -94,6 +94,7 @@ def _numbers_of(experts: Experts, gemm: PairGemm) -> dict[str, Any]:
         "shared": gemm.shared,
         "lanes": lanes,
         "stages": tiles.num_stages,
+        "on_gpu": gemm.source.is_cuda,
         "packed": gemm.source.is_cuda and gemm.source.dtype == torch.bfloat16,
         "group": mxfp4.BLOCK if isinstance(experts, Mxfp4Experts) else nvfp4.BLOCK,
         "gelu": gemm.gated and experts.gelu,
@@ -130,6 +131,7 @@ def _expert_product(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
@@ -148,13 +150,13 @@ def _expert_product(
             _compute_pairs(
                 source, words, scales, factors, bias, target, lists, weights, delta,
                 expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
-                gelu, group, block_n, block_m // 2, block_k, lanes, stages, packed,
+                gelu, group, block_n, block_m // 2, block_k, lanes, stages, packed, on_gpu,
             )  # fmt: skip
         else:
             _compute_pairs(
                 source, words, scales, factors, bias, target, lists, weights, delta,
                 expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
-                gelu, group, block_n, block_m, block_k, lanes, stages, packed,
+                gelu, group, block_n, block_m, block_k, lanes, stages, packed, on_gpu,
             )  # fmt: skip
 
 
@@ -187,6 +189,7 @@ def _compute_pairs(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
     """A tile of outputs of block_m of an expert's `count` pairs, from `first` on."""
     member = first + tl.arange(0, block_m)
@@ -194,7 +197,7 @@ def _compute_pairs(
     pair = tl.load(members + member, mask=inside, other=0)
     total, up_total = _multiply(
         words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
-        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed, on_gpu,
     )  # fmt: skip
     store_outputs(
         target, weights, total, up_total, pair, inside, tile * block_n + tl.arange(0, block_n),
@@ -232,6 +235,7 @@ def _pair_product(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs of one pair, by a product of which one row of x is that of the pair.
@@ -269,6 +273,7 @@ def _pair_product(
     total, up_total = _multiply(
         words, scales, factors, source, expert, tile, row, tl.arange(0, block_m) == 0,
         num_outputs, num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+        on_gpu,
     )  # fmt: skip
     result = finished(
         total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, gelu, kind
@@ -299,6 +304,7 @@ def _multiply(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
     """Rows of one expert's W, a tile of them, times rows `row` of `source` where these are `real`.
 
@@ -353,6 +359,9 @@ def _multiply(
                 up_at = w_at + num_outputs * row_words + chunk * 256
                 w = _tile(up_at, at + num_outputs, there, group, dtype, packed)
                 up_total = _added(w, x, up_total)
+        total = finished_sums(total, on_gpu)
+        if gated:
+            up_total = finished_sums(up_total, on_gpu)
     if not whole:
         total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:

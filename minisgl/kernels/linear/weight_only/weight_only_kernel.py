@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, finished_sums, wait_for_previous
 from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
@@ -92,6 +92,7 @@ def weight_only_kernel(
     lanes: tl.constexpr,
     packed: tl.constexpr,
     centred: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result, over one split of k, which is a multiple of
@@ -159,6 +160,9 @@ def weight_only_kernel(
                     up, rows, up_words + at_word + w_place, scales + n, at, scale_stride,
                     span, group, bits, packed, centred, e2m1,
                 )  # fmt: skip
+        acc = finished_sums(acc, on_gpu)
+        if gated:
+            up = finished_sums(up, on_gpu)
 
     if centred:
         acc *= 65536.0
