@@ -201,18 +201,19 @@ class DeviceImages:
             num_bytes += num_bytes // CAPTURED_PART
         return num_pieces * num_bytes
 
-    def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
-        """The images whose encoding has ended since the last call, and why it failed, or "". wait:
-        for all that began."""
+    def landed(self, *, alone: bool) -> tuple[tuple[int, str], ...]:
+        """The images whose encoding has ended since the last call, and why it failed, or "". alone:
+        no step with rows is launched, so those count that are queued, too. A step that reads them
+        waits on the device, and is queued meanwhile."""
         ended: list[tuple[int, str]] = []
         for number, mark in list(self._to_report.items()):
-            if not isinstance(mark, str):
-                if wait:
-                    mark.wait()
-                elif not mark.is_reached():
-                    continue
+            if isinstance(mark, str):
+                ended.append((number, mark))
+            elif alone or mark.is_reached():
+                ended.append((number, ""))
+            else:
+                continue
             del self._to_report[number]
-            ended.append((number, mark if isinstance(mark, str) else ""))
         return tuple(ended)
 
 
@@ -231,7 +232,7 @@ class ImageStep(StepPart):
             self._images.encode(image)
 
     def outcome(self) -> tuple[tuple[int, str], ...]:
-        return self._images.landed(wait=self._plan.is_alone)
+        return self._images.landed(alone=self._plan.is_alone)
 
 
 def load_images(
