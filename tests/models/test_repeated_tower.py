@@ -8,30 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.image_cases import GLMS, QWEN, QWEN_3_VL, image_case, lined_picture
+from support.image_cases import GLMS, QWEN, QWEN_3_VL, lined_picture, tower_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.config import EngineConfig
 from minisgl.images.levels import LEVELS, PIXELS, TABLE
 from minisgl.models.towers import repeated, tower
 from minisgl.models.towers.repeated import Inputs, RepeatedTower
-from minisgl.models.towers.sight import Sight
-from minisgl.models.towers.tower import Tower, load_tower
-from minisgl.runner.setup import read_setup
+from minisgl.models.towers.tower import Tower
 
 NUM_SHAPES = 6  # of lined_picture, by its seed
-
-
-def tower_of(architecture: str, device: str = "cpu") -> Tower:
-    folder = image_case(architecture).folder
-    sight = read_setup(EngineConfig(model=str(folder), device="cpu", dtype="float32")).sight
-    assert isinstance(sight, Sight)
-    options: dict[str, Any] = {"dtype": torch.float32, "load_format": "auto"}
-    if device == "meta":
-        module, _ = tower._skeleton(sight, torch.float32, torch.device(device))
-        return Tower(module, torch.float32, torch.device(device))
-    return load_tower(sight, folder, device=torch.device(device), **options)
 
 
 def inputs_of(made: Tower, seed: int) -> Inputs:
