@@ -22,10 +22,10 @@ class _Later:
     """The end of a tower's work that the device reaches later, or once a step waits for it."""
 
     def __init__(self) -> None:
-        self.num_asked, self.is_held = 0, False
+        self.num_asked, self.is_held, self.is_waited_for = 0, False, False
 
     def wait(self) -> None:
-        raise AssertionError("the host waits for a tower")
+        self.is_waited_for = True
 
     def is_reached(self) -> bool:
         self.num_asked += 1
@@ -40,6 +40,11 @@ class LateLane(HostCopyLane):
 
     def __init__(self) -> None:
         self.marks: list[_Later] = []
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the host has waited for a tower."""
+        return any(mark.is_waited_for for mark in self.marks)
 
     def queue(self, work: Callable[[], None], after: Sequence[Mark]) -> CopyMark:
         work()
@@ -89,6 +94,7 @@ def test_a_request_alone_is_queued_behind_its_tower(
     # The one that encodes, and one that was launched ahead.
     assert first_with_chunks(launched) <= 2
     assert [mark.is_held for mark in lane.marks[1::2]] == [True]
+    assert not lane.is_waited_for
 
 
 def test_several_images_of_a_request_alone_are_queued_one_after_the_other(
@@ -104,7 +110,7 @@ def test_several_images_of_a_request_alone_are_queued_one_after_the_other(
     plans = [plan.part(ImagePlan) for plan in launched]
     assert sum(len(plan.encodes) for plan in plans if plan is not None) == 3
     assert first_with_chunks(launched) <= 4
-    assert all(mark.is_held for mark in lane.marks[1::2])
+    assert all(mark.is_held for mark in lane.marks[1::2]) and not lane.is_waited_for
 
 
 def test_no_step_with_the_rows_of_others_waits_for_a_tower(
