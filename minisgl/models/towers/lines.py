@@ -9,11 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-try:
-    from transformers import vision_utils
-except ImportError:  # a release whose towers derive all of it themselves
-    vision_utils = None  # type: ignore[assignment]
-
 GRID = "image_grid_thw"
 
 
@@ -23,6 +18,10 @@ def derive(visual: Any, grid: NDArray[Any], device: torch.device) -> dict[str, T
     Where a tower has its grid on the GPU, the host waits for the GPU in each layer, to know how
     many patches there are. Empty where this release of transformers takes nothing that is derived.
     """
+    try:
+        from transformers import vision_utils  # takes a second
+    except ImportError:  # a release whose towers derive all of it themselves
+        return {}
     find_taps = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
     if find_taps is None:
         return {}
