@@ -131,12 +131,19 @@ class Running:
 class Session(Running):
     """`minisgl ARGUMENTS` in a session of its own, whose output and errors are one."""
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        program: Program = main,
+        folder: Path | None = None,
+    ) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         said, told = os.pipe()
         fcntl.fcntl(told, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         given, files = environment or os.environ, [nothing, told, told]
-        super().__init__(prepared(main, arguments, given, None, files, lead=os.setsid), files)
+        process = prepared(program, arguments, given, folder, files, lead=os.setsid)
+        super().__init__(process, files)
         self.stdout, self.stderr = None, os.fdopen(said)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
