@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from support.forked_programs import Running, Session, prepared
-from support.forked_ranks import forked_ranks
+from support.forked_ranks import forked_ranks, name_process
 from support.ports import free_port
 
 from minisgl_cli.serve import REPLICA
@@ -42,7 +42,7 @@ def forked_demo(folder: Path, *options: str) -> Iterator[tuple[Session, str]]:
 def run() -> int:
     """Run `minisgl` so that the replicas and ranks that it starts are forked, too."""
     if sys.argv[1] == REPLICA:
-        Path("/proc/self/comm").write_text(f"replica {sys.argv[-1]}")
+        name_process(f"replica {sys.argv[-1]}")
     with forked_ranks(), mock.patch("minisgl.router.replicas.start_child", start_child):
         return main()
 
