@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.image_cases import (
+    FOLDER,
     GEMMA_3,
     GEMMA_4,
     GLMS,
@@ -47,6 +49,7 @@ from minisgl.runner.load import load_runner
 from minisgl.runner.setup import Setup, read_setup
 
 
+@cache
 def setup_of(architecture: str) -> Setup:
     folder = str(image_case(architecture).folder)
     return read_setup(EngineConfig(model=folder, device="cpu", dtype="float32", num_pages=99))
@@ -80,13 +83,15 @@ TESTED = sorted(SEEING) if os.environ.get("ARCHITECTURES") == "all" else PUBLISH
 
 
 @pytest.mark.parametrize("architecture", TESTED)
-def test_models_of_published_sizes_are_shown_to_see(architecture: str, tmp_path: Path) -> None:
-    found = proven(published(architecture, tmp_path), startup._small_engine)
+def test_models_of_published_sizes_are_shown_to_see(architecture: str) -> None:
+    found = proven(published(architecture), startup._small_engine)
     assert isinstance(found.sight, Sight), found.sight
 
 
-def published(architecture: str, folder: Path) -> Setup:
+@cache
+def published(architecture: str) -> Setup:
     """Of the sizes that transformers has by default."""
+    folder = Path(FOLDER.name) / f"published-{architecture}"
     config = getattr(transformers, architecture).config_class()
     config.architectures = [architecture]
     if architecture == GEMMA_4:  # by default it has no tower
@@ -100,10 +105,10 @@ def published(architecture: str, folder: Path) -> Setup:
 
 
 @pytest.mark.parametrize("architecture", [*TESTED, LLAVA, QWEN, QWEN_3_VL])
-def test_the_largest_image_fits_into_the_buffer(architecture: str, tmp_path: Path) -> None:
+def test_the_largest_image_fits_into_the_buffer(architecture: str) -> None:
     """By which the memory of the tower is measured."""
     is_small = architecture in (LLAVA, QWEN, QWEN_3_VL)
-    sight = (setup_of(architecture) if is_small else published(architecture, tmp_path)).sight
+    sight = (setup_of(architecture) if is_small else published(architecture)).sight
     assert isinstance(sight, Sight)
     model = SmallModel.of(sight).model
     for num_rows in (12, 30):
@@ -120,8 +125,8 @@ def test_the_largest_image_fits_into_the_buffer(architecture: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("architecture", sorted(BY_LINES))
-def test_a_tower_asks_for_no_number_of_the_gpu(architecture: str, tmp_path: Path) -> None:
-    sight = published(architecture, tmp_path).sight
+def test_a_tower_asks_for_no_number_of_the_gpu(architecture: str) -> None:
+    sight = published(architecture).sight
     assert isinstance(sight, Sight)
     nowhere = torch.device("meta")  # has no numbers, and so raises if one is asked for
     module, _ = _skeleton(sight, torch.bfloat16, nowhere)
@@ -241,8 +246,9 @@ OF_ALL: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 def test_a_mistake_fails_the_proof(
     architecture: str, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    setup = setup_of(architecture)
     monkeypatch.setattr(*(MISTAKES | OF_ALL | OF_DEEP | OF_BOTH_WAYS | OF_WINDOWS)[mistake])
-    found = proven(setup_of(architecture), startup._small_engine)
+    found = proven(setup, startup._small_engine)
     assert isinstance(found.sight, str), "the proof finds nothing"
     assert found.sight.startswith(f"{architecture} does not see here as it does in transformers")
 

@@ -256,11 +256,13 @@ async def test_each_finished_request_has_a_log_line_at_debug(
     assert second.endswith("1 prompt tokens (0 cached), 0 output tokens")
 
 
-def test_importing_the_stats_imports_neither_torch_nor_prometheus_client() -> None:
-    """So that a token can cost no call into the library, and the server starts without torch."""
+def test_importing_the_engine_imports_neither_prometheus_client_nor_transformers() -> None:
+    """So that a token can cost no call into the first, and ranks do not wait a second for the
+    other. The stats, and the server with them, start without torch."""
     check = (
         "import sys, minisgl.engine.stats; assert 'torch' not in sys.modules;"
-        "import minisgl.engine.engine; assert 'prometheus_client' not in sys.modules"
+        "import minisgl.engine.engine;"
+        "assert not {'prometheus_client', 'transformers'} & {*sys.modules}"
     )
     served = "import sys, minisgl.server.app; assert 'torch' not in sys.modules"
     for code in (check, served):

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.cache_kinds import FULL, STATES, WINDOWED, reference_of
 from support.checkpoints import greedy_reference
+from support.forked_replicas import forked_demo
 from support.processes import (
     children_of,
     replica_sockets,
@@ -87,11 +88,16 @@ def ranks_of(folder: Path, replica: int) -> list[int]:
     """The processes of a replica's ranks; none while it is not running."""
     children = children_of(folder)
     name = str(replica)
-    own = [pid for pid, part in children.items() if "replica-process" in part and part[-1] == name]
+    own = [
+        pid
+        for pid, part in children.items()
+        if {"replica-process", "replica"} & {*part} and part[-1] == name
+    ]
+    forked = [["rank", "of", str(pid)] for pid in own]
     others = [
         pid
         for pid, part in children.items()
-        if "spawn_main" in " ".join(part) and parent_of(pid) in own
+        if part in forked or ("spawn_main" in " ".join(part) and parent_of(pid) in own)
     ]
     return [*own, *others]
 
@@ -203,8 +209,10 @@ async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
     wholes = [greedy_reference(model, each, 8).token_ids for each in prompts]
     ways = (*ranks.split(), "2", "--replicas", "2", "--roles", "prefill,decode")
     few = ("--max-running-requests", "4", "--max-prefill-length", "128", "--num-pages", "120")
-    with demo(tmp_path, "--model", str(folder), *ways, *few, "--device", "cpu") as (process, url):
+    options = ("--model", str(folder), *ways, *few, "--device", "cpu")
+    with forked_demo(tmp_path, *options) as (process, url):
         await asyncio.to_thread(wait_for_ready, process, url, 2)
+        assert all(len(ranks_of(tmp_path, replica)) == 2 for replica in range(2))
         async with httpx.AsyncClient(base_url=url) as client:
             answer = await ask(client, prompts[:2])
             assert tokens_of(answer) == wholes[:2] and cached_tokens(answer) == 2 * 288

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from support.forked_replicas import forked_demo
 from support.processes import (
     children_of,
     replica_sockets,
@@ -19,7 +20,6 @@ from support.processes import (
 )
 from support.routing import front
 from support.serving import demo_engine, served
-from support.serving_processes import demo
 
 from minisgl.router.config import ROUND_ROBIN
 
@@ -78,7 +78,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
     with served(lambda: demo_engine(num_pages=2 * NUM_PAGES)) as one:
         alone = await cached_share(one.url, "alone")
     options = ("--replicas", "2", "--num-pages", str(NUM_PAGES), "--log-format", "json")
-    with demo(tmp_path, *options) as (process, url):
+    with forked_demo(tmp_path, *options) as (process, url):
         await asyncio.to_thread(wait_for_ready, process, url, 2)
         routed = await cached_share(url, "routed")
         paths = replica_sockets(tmp_path)
@@ -105,8 +105,8 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
             assert {end["choices"][0]["finish_reason"] for end in finished} == {"length"}
             await asyncio.to_thread(wait_for_ready, process, url, 2)
             assert await end_of_stream(client, 0)
-        process.terminate()
-        assert await asyncio.to_thread(process.wait, 60) == 0
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait) == 0
         await asyncio.to_thread(wait_until_nothing_is_left, tmp_path)
         assert process.stderr is not None
         log = [json.loads(line) for line in process.stderr]

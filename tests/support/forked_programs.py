@@ -14,6 +14,7 @@ import pty
 import signal
 import struct
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -23,7 +24,6 @@ from multiprocessing import connection, reduction
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
-from tempfile import TemporaryFile
 from typing import IO, Any
 
 from pexpect.fdpexpect import fdspawn
@@ -48,7 +48,7 @@ def minisgl(
     """
     command = [*map(str, arguments)]
     with ExitStack() as files:
-        out, err = (files.enter_context(TemporaryFile()) for _ in range(2))
+        out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         read, write = os.pipe()
         with open(read, "rb") as piped, open(write, "wb") as to_pipe:
             to_pipe.write(input.encode())
@@ -131,12 +131,19 @@ class Running:
 class Session(Running):
     """`minisgl ARGUMENTS` in a session of its own, whose output and errors are one."""
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        program: Program = main,
+        folder: Path | None = None,
+    ) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         said, told = os.pipe()
         fcntl.fcntl(told, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         given, files = environment or os.environ, [nothing, told, told]
-        super().__init__(prepared(main, arguments, given, None, files, lead=os.setsid), files)
+        process = prepared(program, arguments, given, folder, files, lead=os.setsid)
+        super().__init__(process, files)
         self.stdout, self.stderr = None, os.fdopen(said)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -214,6 +221,7 @@ def _run(
     gc.freeze()  # what is there already: a benchmark collects what it has not made
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # is that of the environment
     os.chdir(folder)
     sys.argv = ["minisgl", *arguments]
     sys.exit(program())

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -44,8 +45,12 @@ PRELOADED = [
 
 
 def fork_server() -> ForkServerContext:
-    """The context of processes forked from one with torch, which runs until the tests end."""
+    """The context of processes forked from one with torch, which runs until the tests end. What is
+    forked has others forked from the same one."""
     context = multiprocessing.get_context("forkserver")
+    if forkserver.get_inherited_fds() is not None:  # this process is forked, and would start one
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        return context
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
@@ -56,7 +61,7 @@ def fork_server() -> ForkServerContext:
 def forked_ranks() -> Iterator[None]:
     """Let the ranks that are started meanwhile be forked."""
     context = fork_server()  # before the launcher blocks signals
-    run = partial(run_forked_rank, drafter=load.NgramDrafter)
+    run = partial(run_forked_rank, drafter=load.NgramDrafter, folder=os.getcwd())
     with (
         mock.patch("multiprocessing.get_context", return_value=context),
         mock.patch("minisgl.ranks.processes.launcher.run_spawned_rank", run),
@@ -65,11 +70,20 @@ def forked_ranks() -> Iterator[None]:
 
 
 def run_forked_rank(
-    spec: RankSpec, end: RankEnd, parent_pid: int, drafter: Callable[..., Any]
+    spec: RankSpec, end: RankEnd, parent_pid: int, drafter: Callable[..., Any], folder: str
 ) -> None:
     """As `run_spawned_rank`, but it is no child of rank 0: the end of the channel ends it."""
     gc.freeze()
+    os.chdir(folder)
+    name_process(f"rank of {parent_pid}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with mock.patch.object(load, "NgramDrafter", drafter):
         run_rank(spec, end)
+
+
+def name_process(name: str) -> None:
+    """Show the name, of 15 characters at most, where the system lists processes in files."""
+    file = Path("/proc/self/comm")
+    if file.exists():
+        file.write_text(name)

@@ -39,12 +39,16 @@ def unread(pipe: IO[str] | None) -> str:
 
 
 def children_of(folder: Path) -> dict[int, list[str]]:
-    """The arguments of the processes that have `folder` for temporary files, by number."""
+    """The arguments of the processes that have `folder` for temporary files, by number. Forked ones
+    run in it; instead of the arguments, which are those of what they are forked from, the words of
+    their name."""
     wanted = f"TMPDIR={folder}".encode()
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (place / "environ").read_bytes().split(b"\0"):
+            if (place / "cwd").readlink() == folder:
+                found[int(place.name)] = (place / "comm").read_text().split()
+            elif wanted in (place / "environ").read_bytes().split(b"\0"):
                 arguments = (place / "cmdline").read_text().rstrip("\0").split("\0")
                 found[int(place.name)] = arguments
     return found
