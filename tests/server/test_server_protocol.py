@@ -329,6 +329,7 @@ def test_the_number_of_logprobs_of_an_answer_is_limited() -> None:
     params = SamplingParams(logprobs=20, prompt_logprobs=20)
     assert scored_room(SamplingParams(), 10**9, 1024) == MAX_INTEGER
     assert scored_room(SamplingParams(logprobs=0), 10**9, 4) == MAX_SCORES // 4
+    assert scored_room(SamplingParams(logprob_token_ids=[1, 2, 3]), 9, 1) == MAX_SCORES // 4
     assert scored_room(params, 1000, 10) == (MAX_SCORES - 21_000) // 210
     assert scored_room(SamplingParams(prompt_logprobs=1), MAX_SCORES // 2, 1) == MAX_INTEGER
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_SCORES} .* 1050000") as caught:
