@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from minisgl.errors import InvalidRequestError, MinisglError
+from minisgl.errors import DeadlineError, InvalidRequestError, MinisglError
 from minisgl.request import Request
 from minisgl.server.http.access_log import BEGAN
 
@@ -29,19 +29,6 @@ HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 604_800  # a week
 Seconds = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 KEY = "time_limit"  # in the state of a scope
-
-
-class DeadlineError(MinisglError):
-    """A request has taken as long as it may."""
-
-    http_status = 504
-    type = "timeout_error"
-    code = "deadline_exceeded"
-    # Clients of OpenAI and Anthropic send a request that fails so again, unless they are told.
-    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
-
-    def __init__(self) -> None:
-        super().__init__("The request has taken as long as its timeout allows.")
 
 
 class QueueTimeError(MinisglError):
