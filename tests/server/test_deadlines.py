@@ -128,7 +128,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event(tmp_path: Path, 
 
 
 BAD: list[tuple[dict[str, str], dict[str, Any]]] = [
-    *(({HEADER: given}, {}) for given in ("soon", "0", "-1", "nan", "1e9")),
+    *(({HEADER: given}, {}) for given in ("soon", "0", "-1", "nan", "1e9", "1_000")),
     *(({}, {"timeout": given}) for given in ("soon", 0, -1, 1e9)),
 ]
 

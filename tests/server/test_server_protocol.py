@@ -177,6 +177,8 @@ def test_a_constraint_by_an_older_name_is_refused_with_the_name_of_today(
         ),
         (b'{"prompt": "a", "logprobs": 129}', "logprobs: must be at most 128."),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: must be at least 0."),
+        (b'{"prompt": "a", "timeout": 0}', "timeout: must be more than 0."),
+        (b'{"prompt": "a", "timeout": 604801}', "timeout: must be at most 604800."),
         (b'{"prompt": "a", "stop": ""}', "stop: must not be empty."),
         (
             b'{"prompt": "a", "stop": ["%s"]}' % (b"x" * 257),

@@ -135,7 +135,7 @@ def timeout_of(body: bytes) -> float | None:
 
 def _seconds(given: str) -> float:
     try:
-        seconds = float(given)
+        seconds = math.nan if "_" in given else float(given)  # to Python, 1_000 is a number
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:
