@@ -24,7 +24,6 @@ MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
 MAX_EDITS = MAX_LOGIT_BIAS + 64
 MAX_ALLOWED_IDS = 1 << 15
-MAX_LOGPROB_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 8192  # of all words: they are tokenized on the event loop
@@ -215,10 +214,9 @@ class SamplingParams:
             check_number("stop_token_ids", token_id, int, 0, MAX_INTEGER, f"entry {index} ")
         if not isinstance(self.structured, StructuredOutput | None):
             raise InvalidRequestError("structured", "must be a StructuredOutput.")
-        if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
-            raise InvalidRequestError(
-                "logprob_token_ids", f"at most {MAX_LOGPROB_IDS} tokens are allowed."
-            )
+        if len(self.logprob_token_ids) > MAX_LOGPROBS:
+            reason = f"at most {MAX_LOGPROBS} tokens are allowed."
+            raise InvalidRequestError("logprob_token_ids", reason)
         for index, token_id in enumerate(self.logprob_token_ids):
             check_number("logprob_token_ids", token_id, int, 0, MAX_INTEGER, f"entry {index} ")
         if self.logprob_token_ids and self.logprobs is None:

@@ -15,7 +15,7 @@ import pytest
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     MAX_LOGIT_BIAS,
-    MAX_LOGPROB_IDS,
+    MAX_LOGPROBS,
     FinishReason,
     RequestOutput,
     SamplingParams,
@@ -65,7 +65,7 @@ from minisgl.request import (
         ("stop_token_ids", (-1,)),
         ("logprob_token_ids", (-1,)),
         ("logprob_token_ids", 5),
-        ("logprob_token_ids", (1,) * (MAX_LOGPROB_IDS + 1)),
+        ("logprob_token_ids", (1,) * (MAX_LOGPROBS + 1)),
         ("stop_token_ids", "12"),
         ("logit_bias", 5),
         ("logit_bias", [1]),

@@ -49,7 +49,7 @@ def host_parts(
         parts.append(PageCopies(tiers))
     if max_loras:
         parts.append(Adapters(max_loras))
-    parts += [WeightVersions(), Experts(routed), Named(vocab_size, logprobs_mode)]
+    parts += [WeightVersions(), Experts(routed), Named(vocab_size, max_logprobs, logprobs_mode)]
     if blind:
         parts.append(Blind(blind))
     else:

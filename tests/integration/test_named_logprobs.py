@@ -104,6 +104,7 @@ def test_named_tokens_have_the_logprobs_of_transformers(
     ("token_ids", "options", "reason"),
     [
         ((10**6,), {}, "the token id 1000000 at position 0 is out of vocabulary"),
+        ((5,) * 21, {}, "at most 20 alternatives are allowed"),
         ((5,), {"logprobs_mode": "processed_logprobs"}, "is not supported with --logprobs-mode"),
     ],
 )

@@ -890,7 +890,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
     ({"logprob_token_ids": [1.5]}, "logprob_token_ids.0"),
     ({"logprob_token_ids": [10**6]}, "logprob_token_ids"),
-    ({"logprob_token_ids": [1] * 1025}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 21}, "logprob_token_ids"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from minisgl.errors import InvalidRequestError
+from minisgl.parts.scores.host import check_num_top
 from minisgl.request import Extra, SamplingParams, check_token_ids
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import PartPlan
@@ -29,8 +30,9 @@ class NamedPlan(PartPlan):
 class Named(Part):
     kind = NamedTokens
 
-    def __init__(self, vocab_size: int, logprobs_mode: str) -> None:
-        self._vocab_size, self._mode = vocab_size, logprobs_mode
+    def __init__(self, vocab_size: int, most: int, logprobs_mode: str) -> None:
+        """most: alternatives of a token. logprobs_mode: the option."""
+        self._vocab_size, self._most, self._mode = vocab_size, most, logprobs_mode
 
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
@@ -44,6 +46,7 @@ class Named(Part):
                 "logprobs of any token."
             )
             raise InvalidRequestError("logprob_token_ids", reason)
+        check_num_top("logprob_token_ids", len(token_ids), self._most)
         check_token_ids("logprob_token_ids", token_ids, self._vocab_size)
         return NamedTokens(token_ids)
 

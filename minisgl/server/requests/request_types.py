@@ -26,7 +26,6 @@ from minisgl.request import (
     MAX_BAD_WORDS,
     MAX_INTEGER,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_SALT_CHARS,
     MAX_STOP_STRINGS,
@@ -75,7 +74,7 @@ NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
-NamedIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)]
+NamedIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 
