@@ -20,7 +20,7 @@ from minisgl.parts.images.device import DeviceImages, ImageStep
 from minisgl.parts.images.host import ImagePlan
 from minisgl.parts.masks.device import MaskStep
 from minisgl.parts.masks.host import MaskPlan
-from minisgl.parts.named.device import NamedStep
+from minisgl.parts.named.device import BLOCK_ROWS, NamedStep
 from minisgl.parts.named.host import NamedPlan
 from minisgl.parts.scores.device import ScoreStep, rows_scored
 from minisgl.parts.scores.host import ScorePlan
@@ -56,7 +56,7 @@ def device_parts(
             ScoreStep, lanes, whole_logits, 1 if row_by_row else rows_scored(vocab_size)
         ),
         VectorPlan: partial(VectorStep, lanes, whole_logits),
-        NamedPlan: partial(NamedStep, lanes, gathered),
+        NamedPlan: partial(NamedStep, lanes, gathered, 1 if row_by_row else BLOCK_ROWS),
     }
     if copies is not None:
         parts[CopyPlan] = partial(CopyStep, copies, rank)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError
-from minisgl.parts.named import device
 from minisgl.request import Request, SamplingParams
 
 CASE, NUM_TOKENS = "llama3", 12
@@ -81,7 +80,7 @@ def test_named_tokens_have_the_logprobs_of_transformers(
 ) -> None:
     case = case_of(CASE)
     if way == "plain":  # ranks, which are processes, must have as many
-        monkeypatch.setattr(device, "BLOCK_ROWS", 2)
+        monkeypatch.setattr("minisgl.parts.device.BLOCK_ROWS", 2)
     if way == "drafts":
         streams = [[*prompt, *out] for prompt, out in zip(case.prompts, unnamed(), strict=True)]
         drafter = KnowingDrafter("fading", streams, case.spec.vocab_size)

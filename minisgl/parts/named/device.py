@@ -19,10 +19,14 @@ BLOCK_ROWS = 16
 
 
 class NamedStep(StepPart):
-    def __init__(self, lanes: Lanes, gathered: Callable[[Tensor], Tensor], plan: NamedPlan) -> None:
-        """gathered: rows of logits over the whole vocabulary, by this rank's part of them."""
+    def __init__(
+        self, lanes: Lanes, gathered: Callable[[Tensor], Tensor], num_rows: int, plan: NamedPlan
+    ) -> None:
+        """gathered: rows of logits over the whole vocabulary, by this rank's part of them.
+        num_rows: that are scored together."""
         self._lanes = lanes
         self._gathered = gathered
+        self._block = num_rows
         self._asked = plan.asked
         self._copy: HostCopy | None = None
         self._num_rows: list[int] = []  # of each that asks
@@ -40,7 +44,7 @@ class NamedStep(StepPart):
         scores = [
             self._gathered(logits[some]).float().log_softmax(dim=-1).gather(1, ids)
             for some, ids in zip(
-                places.split(BLOCK_ROWS), ids_of_rows.split(BLOCK_ROWS), strict=True
+                places.split(self._block), ids_of_rows.split(self._block), strict=True
             )
         ]
         self._copy = self._lanes.download([torch.cat(scores)])
