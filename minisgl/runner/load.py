@@ -357,6 +357,7 @@ class _RunnerMaker:
             lanes,
             self.vocab_size,
             computation.whole_logits,
+            computation.gathered,
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
             computation.tables.order.rank,

@@ -114,6 +114,16 @@ def test_lines_name_the_adapters_that_answer_them(tmp_path: Path) -> None:
     assert found["prose"]["body"]["error"]["message"].endswith("; adapters: poems.")
 
 
+def test_a_line_with_a_timeout_ends_alone(tmp_path: Path) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 1500, "ignore_eos": True, "timeout": 1e-6}
+    lines = [request("late", body, COMPLETIONS), request("hello", {**HELLO, "timeout": 3600})]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert batch(tmp_path, "--device", "cpu").returncode == 1
+    found = {name: line["response"] for name, line in answers(tmp_path).items()}
+    assert (found["late"]["status_code"], found["hello"]["status_code"]) == (504, 200)
+    assert found["late"]["body"]["error"]["code"] == "deadline_exceeded"
+
+
 async def test_images_of_a_batch_may_be_paths_below_a_folder(tmp_path: Path) -> None:
     folder, outside = tmp_path / "images", tmp_path / "secret.png"
     (folder / "of").mkdir(parents=True)
