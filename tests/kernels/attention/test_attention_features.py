@@ -110,6 +110,10 @@ def test_prefill_matches_the_reference(shape: Shape, backend: TritonAttention) -
     """Whole prompts, and chunks that begin inside a window or where it begins inside of them."""
     check_prefill(backend, shape, [(0, 1), (0, 37), (15, 3), (16, 17), (130, 20)])
     check_prefill(backend, shape, [(150, 4)], seed=1)
+
+
+@pytest.mark.parametrize("shape", WINDOWS + OTHERS + WIDTHS, ids=str)
+def test_prefill_with_the_tiles_of_a_model_matches_the_reference(shape: Shape) -> None:
     check_prefill(TritonAttention(), shape, [(100, 33)], seed=2)
 
 
