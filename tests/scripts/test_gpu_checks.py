@@ -14,7 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gpu_checks
@@ -88,9 +90,14 @@ def parse_script(path: Path, words: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
+@cache
+def commands() -> Any:
+    return typer.main.get_command(app)
+
+
 def parse_command(words: Sequence[str]) -> None:
     """Raises click's UsageError if `minisgl` refuses them."""
-    group = typer.main.get_command(app)
+    group = commands()
     context = group.make_context("minisgl", list(words))
     name, command, rest = group.resolve_command(context, list(words))
     command.make_context(name, rest, parent=context)
