@@ -159,6 +159,12 @@ def test_what_a_type_says_of_a_value_is_found_once(dtype: tl.dtype, shape: list[
     assert interpreter._get_np_dtype(second.type) == interpreter._get_np_dtype(dtype)
 
 
+def test_types_of_one_name_stay_apart() -> None:
+    pointers = [tl.pointer_type(tl.float32, address_space) for address_space in (1, 3)]
+    assert pointers[0].name == pointers[1].name
+    assert [tl.block_type(each, [4]).element_ty.address_space for each in pointers] == [1, 3]
+
+
 def test_a_number_has_no_shape_and_a_block_one_of_powers_of_2() -> None:
     number = tl.tensor(None, tl.float32)
     assert len(number.shape) == 0 and number.numel.value == 1 and number.dtype is tl.float32
