@@ -15,6 +15,13 @@ except ImportError:  # a release whose towers derive all of it themselves
     vision_utils = None  # type: ignore[assignment]
 
 GRID = "image_grid_thw"
+_FIND_TAPS = "get_vision_interpolation_indices_and_weights"
+
+
+def derives_all(visual: Any) -> bool:
+    """Whether a tower takes everything from `derive` that depends on the grid, so that it sends
+    nothing to the GPU itself."""
+    return hasattr(vision_utils, _FIND_TAPS) and hasattr(visual, "num_grid_per_side")
 
 
 def derive(visual: Any, grid: NDArray[Any], device: torch.device) -> dict[str, Tensor]:
@@ -23,7 +30,7 @@ def derive(visual: Any, grid: NDArray[Any], device: torch.device) -> dict[str, T
     Where a tower has its grid on the GPU, the host waits for the GPU in each layer, to know how
     many patches there are. Empty where this release of transformers takes nothing that is derived.
     """
-    find_taps = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
+    find_taps = getattr(vision_utils, _FIND_TAPS, None)
     if find_taps is None:
         return {}
     here = torch.from_numpy(grid.astype(np.int64))
