@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +70,7 @@ def test_a_batch_is_answered_and_bad_lines_are_named(tmp_path: Path) -> None:
         request("no body", []),
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "minisgl", "batch", "in.jsonl", "out.jsonl", "--device", "cpu"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    result = minisgl("batch", "in.jsonl", "out.jsonl", "--device", "cpu", folder=tmp_path)
     assert result.returncode == 1
     found = answers(tmp_path)
     assert found.keys() == {"hello-0", "hello-1", "hello-2", "text", "hot"}
