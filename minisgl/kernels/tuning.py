@@ -146,6 +146,10 @@ class DeviceTuning:
     # counts, and the work is spread over as many programs as there are.
     many_rows: int = 1024
 
+    # Rows up to which the dense GEMMs and decode attention let the next kernel start before they
+    # wait themselves: see launch_options.py. Not measured yet.
+    early_rows: int = 32
+
     # -- linear maps of few rows ---------------------------------------------------------------
     # (rows, most elements of W) up to which our kernels beat the best of cuBLAS's algorithms, by
     # the time of whole decode steps of Qwen3-0.6B and 14B.

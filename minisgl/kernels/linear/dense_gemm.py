@@ -114,7 +114,7 @@ def linear(
         "whole_k": k % tiles.block_k == 0,
         "lanes": tiles.num_warps * 32,
         "num_warps": tiles.num_warps,
-        **pdl_options(x.device, pdl),
+        **pdl_options(x.device, pdl, early=m <= tuning_of(x.device).early_rows),
     }
     assert normed is None or (tiles.burst and norm is not None and normed.is_contiguous())
     if tiles.burst:
