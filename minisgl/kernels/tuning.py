@@ -173,6 +173,8 @@ class DeviceTuning:
     delta_prefetch: int = 24 << 20
     # Programs of the burst kernel on each SM, up to which it is taken.
     burst_programs: int = 2
+    # Rows, a power of two, up to which the small kernel takes its place. Not measured yet.
+    small_rows: int = 2
 
     # -- linear maps in FP8 --------------------------------------------------------------------
     # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
