@@ -158,7 +158,7 @@ class _Memory(TorchDispatchMode):
         self._kept: list[Any] = []  # so that no other storage has the address of one
 
     def span(self, value: Any) -> Span | None:
-        if not isinstance(value, Tensor) or value.numel() == 0:
+        if not isinstance(value, Tensor) or not value.is_meta or value.numel() == 0:
             return None
         storage = value.untyped_storage()
         if storage._cdata not in self._numbers:
