@@ -5,12 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import (
-    apply_norm,
-    from_here,
-    let_next_start,
-    wait_for_previous,
-)
+from minisgl.kernels.inlined import apply_norm, from_here, let_next_start, wait_for_previous
 from minisgl.kernels.linear.gemm_parts import finish, load, load_residual, load_squares
 
 
