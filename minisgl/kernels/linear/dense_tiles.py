@@ -87,7 +87,7 @@ def _burst_tiles(m: int, n: int, k: int, halves: int, tuning: DeviceTuning) -> L
 
 def smaller(tiles: LinearTiles, m: int, tuning: DeviceTuning) -> LinearTiles:
     """Those of the small kernel in place of those of the burst kernel, where it is faster."""
-    if not tiles.burst or m > tuning.small_rows:
+    if not (tiles.burst and 0 < m <= tuning.small_rows):
         return tiles
     return replace(tiles, block_n=4, block_m=m, groups=1, num_warps=4, small=True)
 
