@@ -284,13 +284,13 @@ def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> 
 def _adapt() -> None:
     """Products with adapters, which no engine has yet: q, k and v, a gated MLP's first one, and one
     that adds to the stream, of sizes of Llama-3.1-8B and Qwen3-0.6B."""
+    from minisgl.kernels.elementwise.norm import rms_norm
     from minisgl.kernels.linear import dense_gemm
     from minisgl.kernels.linear.dense_tiles import allocate_workspace
     from minisgl.kernels.lora import expand_kernel, shrink_kernel, sort_kernel
 
     dtype = torch.bfloat16
     for m, max_rank, hidden, inner in product((1, 32, 2048), (16, 64, 320), (1024, 4096), (14336,)):
-        rows = sort_kernel.sort_rows(torch.zeros(m, dtype=torch.int32, device=GPU), 8)
         for widths, k, gated, adds in (
             ((hidden, 1024, 1024), hidden, False, False),
             ((inner, inner), hidden, True, False),
@@ -299,6 +299,8 @@ def _adapt() -> None:
             weights = allocate(8, max_rank, k, widths, dtype, GPU)
             x, w = (torch.zeros((size, k), dtype=dtype, device=GPU) for size in (m, sum(widths)))
             y = torch.zeros((m, sum(widths)), dtype=dtype, device=GPU)
+            rows = sort_kernel.sort_rows(torch.zeros(m, dtype=torch.int32, device=GPU), 8)
+            rms_norm(x, x[0], 1e-6)  # as late a launch as a step has behind the sorting
             delta = shrink_kernel.shrink(x, weights, rows)
             expand_kernel.expand(y, delta)
             squares = torch.zeros((m, hidden // 64), dtype=torch.float32, device=GPU)
