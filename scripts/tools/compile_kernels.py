@@ -4,8 +4,8 @@ bash scripts/tools/try_compiled.sh                       # all of them, 12 minut
 bash scripts/tools/try_compiled.sh --only stream_kernel --target sm_90  # 30 s
 
 Needs Triton, and no GPU. Fails if a kernel does not compile, if one of the package was not reached,
-if one spills more than SPILLS of spilled_kernels.py says, or if one breaks the rule by which
-launches overlap; the last only with all kernels.
+if one spills more than SPILLS of spilled_kernels.py says, if one writes registers that tensor cores
+may still read, or if launches break the rule by which they overlap; the last only with all kernels.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from recorded_launches import Launch, Recording, record
 from spilled_kernels import SPILLS, kernels_of, spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from unfinished_products import overwritten
 
 ALL = [""]  # a part of every name
 
@@ -50,10 +51,12 @@ def main() -> int:
             if error := result.exception():
                 errors.append(f"{told}: {type(error).__name__}: {error}")
                 continue
-            spilled, used = result.result()
+            spilled, early, used = result.result()
             uses.append((launch.name, used))
             if spilled > most:
                 errors.append(f"{told}: spills {spilled} bytes, and SPILLS allows {most}")
+            if early:
+                errors.append(f"{told}: writes {early} registers that tensor cores may still read")
         if len(uses) == len(recording.launches):
             errors += [f"{target}: {error}" for error in broken(recording.order, uses)]
         print(f"{target}: {len(launches)} compiled", flush=True)
@@ -84,9 +87,9 @@ def _processes(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("fork"))
 
 
-def compile_launch(launch: Launch, target: str) -> tuple[int, Uses]:
-    """The bytes that it spills, and what it uses. Compiles anew, since a cached result has no
-    log."""
+def compile_launch(launch: Launch, target: str) -> tuple[int, int, Uses]:
+    """The bytes that it spills, the number of registers that it writes while tensor cores may read
+    them, and what it uses. Compiles anew, since a cached result has no log."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     gpu = GPUTarget("cuda", DEVICES[target].arch, 32)
     log = io.StringIO()
@@ -98,8 +101,8 @@ def compile_launch(launch: Launch, target: str) -> tuple[int, Uses]:
     ):
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=gpu, options=launch.options)
-        return spilled_bytes(log.getvalue()), uses_of(compiled.asm["ttir"])
+        asm = triton.compile(source, target=gpu, options=launch.options).asm
+    return spilled_bytes(log.getvalue()), len(overwritten(asm["ptx"])), uses_of(asm["ttir"])
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ SERVED = (
     served("Qwen3-14B:fp8-block", dense_copies="never"),
     served("Qwen3-14B:fp8-channel"),
     served("Qwen3-14B:fp8-tensor"),
+    served("Qwen3-14B:int8"),
+    served("Qwen3-30B-A3B:int8"),
     served("Qwen3-14B:int4", dense_copies="always"),
     served("Qwen3-14B:int4", dense_copies="never"),
     served("Qwen3-14B:awq", dense_copies="never"),
