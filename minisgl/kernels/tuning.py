@@ -146,6 +146,10 @@ class DeviceTuning:
     # counts, and the work is spread over as many programs as there are.
     many_rows: int = 1024
 
+    # Rows up to which the dense GEMMs and decode attention let the next kernel start before they
+    # wait themselves: see launch_options.py. With 8 rows of Qwen3-0.6B a step takes 8 % longer.
+    early_rows: int = 2
+
     # -- linear maps of few rows ---------------------------------------------------------------
     # (rows, most elements of W) up to which our kernels beat the best of cuBLAS's algorithms, by
     # the time of whole decode steps of Qwen3-0.6B and 14B.
@@ -169,6 +173,8 @@ class DeviceTuning:
     delta_prefetch: int = 24 << 20
     # Programs of the burst kernel on each SM, up to which it is taken.
     burst_programs: int = 2
+    # Rows, a power of two, up to which the small kernel takes its place.
+    small_rows: int = 2
 
     # -- linear maps in FP8 --------------------------------------------------------------------
     # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.

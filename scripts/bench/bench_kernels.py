@@ -34,7 +34,13 @@ from kernel_timer import DEVICE, DTYPE, Case, Report
 from linear_kernels import expert_cases, layer_cases, linear_cases
 from lora_kernels import lora_cases
 from rank_kernels import time_collectives
-from small_kernels import elementwise_cases, latent_map_cases, ngram_cases, sampling_cases
+from small_kernels import (
+    elementwise_cases,
+    latent_map_cases,
+    launch_cases,
+    ngram_cases,
+    sampling_cases,
+)
 
 from minisgl.bench.peak import measure_peak
 from minisgl.kernels.hardware import has_fp8_products
@@ -49,6 +55,7 @@ SUBJECTS: dict[str, Callable[[Sequence[int] | None], Iterator[Case]]] = {
     "latents": latent_map_cases,
     "sampling": sampling_cases,
     "ngrams": ngram_cases,
+    "launches": launch_cases,
 }
 
 
@@ -71,7 +78,12 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("subjects", nargs="+", choices=[*SUBJECTS, "collectives"])
     add("--only", default="", metavar="REGEX", help="cases whose name it matches in part")
-    add("--rows", nargs="+", type=int, help="instead of a table's own [of attention: no effect]")
+    add(
+        "--rows",
+        nargs="+",
+        type=int,
+        help="instead of a table's own [of attention and launches: no effect]",
+    )
     add("--kernels", nargs="+", help="such as minisgl, triton or cuBLAS [default: all of a case]")
     add("--tiles", nargs="+", type=tiles_of, metavar="FIELD=N,N", help="tiles to try")
     add("--gpus", type=int, help="of collectives [default: all]")

@@ -4,8 +4,8 @@ bash scripts/tools/try_compiled.sh                       # all of them, 12 minut
 bash scripts/tools/try_compiled.sh --only stream_kernel --target sm_90  # 30 s
 
 Needs Triton, and no GPU. Fails if a kernel does not compile, if one of the package was not reached,
-if one spills more than SPILLS of spilled_kernels.py says, or if one writes registers that tensor
-cores may still read.
+if one spills more than SPILLS of spilled_kernels.py says, if one writes registers that tensor cores
+may still read, or if launches break the rule by which they overlap; the last only with all kernels.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 
 import triton
+from launch_order import Uses, broken, uses_of
 from pretended_gpu import DEVICES
-from recorded_launches import Launch, record
+from recorded_launches import Launch, Recording, record
 from spilled_kernels import SPILLS, kernels_of, spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -35,12 +36,14 @@ def main() -> int:
     reached: set[str] = set()
     errors: list[str] = []
     for target in given.target:
+        recording = _recorded(target)
         launches = [
-            one for one in _recorded(target) if any(name in one.name for name in given.only)
+            one for one in recording.launches if any(name in one.name for name in given.only)
         ]
         reached |= {one.name for one in launches}
         with _processes(given.jobs) as pool:
             results = [pool.submit(compile_launch, one, target) for one in launches]
+        uses: list[tuple[str, Uses]] = []
         for launch, result in zip(launches, results, strict=True):
             told = f"{launch.name} {target} {launch.chosen}"
             most = SPILLS.get((launch.name.removeprefix("minisgl.kernels."), target), 0)
@@ -48,11 +51,14 @@ def main() -> int:
             if error := result.exception():
                 errors.append(f"{told}: {type(error).__name__}: {error}")
                 continue
-            spilled, early = result.result()
+            spilled, early, used = result.result()
+            uses.append((launch.name, used))
             if spilled > most:
                 errors.append(f"{told}: spills {spilled} bytes, and SPILLS allows {most}")
             if early:
                 errors.append(f"{told}: writes {early} registers that tensor cores may still read")
+        if len(uses) == len(recording.launches):
+            errors += [f"{target}: {error}" for error in broken(recording.order, uses)]
         print(f"{target}: {len(launches)} compiled", flush=True)
     if given.only == ALL and set(given.target) == set(DEVICES):
         unreached = kernels_of() - reached
@@ -71,7 +77,7 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _recorded(target: str) -> list[Launch]:
+def _recorded(target: str) -> Recording:
     """The launches on a target, from a process of their own, which pretends to have it."""
     with _processes(1) as process:
         return process.submit(record, DEVICES[target]).result()
@@ -81,9 +87,9 @@ def _processes(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("fork"))
 
 
-def compile_launch(launch: Launch, target: str) -> tuple[int, int]:
-    """The bytes that it spills, and the number of registers that it writes while tensor cores may
-    read them. Compiles anew, since a cached result has no log."""
+def compile_launch(launch: Launch, target: str) -> tuple[int, int, Uses]:
+    """The bytes that it spills, the number of registers that it writes while tensor cores may read
+    them, and what it uses. Compiles anew, since a cached result has no log."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     gpu = GPUTarget("cuda", DEVICES[target].arch, 32)
     log = io.StringIO()
@@ -95,8 +101,8 @@ def compile_launch(launch: Launch, target: str) -> tuple[int, int]:
     ):
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(source, target=gpu, options=launch.options)
-    return spilled_bytes(log.getvalue()), len(overwritten(made.asm["ptx"]))
+        asm = triton.compile(source, target=gpu, options=launch.options).asm
+    return spilled_bytes(log.getvalue()), len(overwritten(asm["ptx"])), uses_of(asm["ttir"])
 
 
 if __name__ == "__main__":

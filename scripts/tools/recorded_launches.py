@@ -3,13 +3,15 @@ options, on a machine without one.
 
 The engine itself runs on a pretended GPU: it loads the models of SERVED with their options,
 captures its steps and runs the largest. A launch ends where Triton would compile its kernel. So no
-list of arguments stands twice: what is recorded is what ships.
+list of arguments stands twice: what is recorded is what ships. The order of launches is recorded,
+too, with the memory of their arguments.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +21,10 @@ from unittest import mock
 
 import torch
 from dummy_config import config_of
+from launch_order import Launched, Span
 from pretended_gpu import GPU, Device, pretended, pretended_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from minisgl.config import Capacity, EngineConfig, ResolvedConfig, resolve
@@ -136,10 +141,61 @@ class Launch:
         } | {name: self.options[name] for name in names}
 
 
-def record(device: Device) -> list[Launch]:
-    """All different launches on `device`. Only for a process that has asked for no device before,
-    and will ask for no other."""
-    found: dict[tuple[str, str], Launch] = {}
+@dataclass(frozen=True, slots=True)
+class Recording:
+    launches: list[Launch] = field(default_factory=list)  # all different ones
+    # By their places; each run of the same launches on the same memory counts.
+    order: list[Launched] = field(default_factory=list)
+
+
+class _Memory(TorchDispatchMode):
+    """Gives storages numbers, and records what torch writes."""
+
+    def __init__(self, order: list[Launched]) -> None:
+        super().__init__()
+        self._order = order
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no other storage has the address of one
+
+    def span(self, value: Any) -> Span | None:
+        if not isinstance(value, Tensor) or not value.is_meta or value.numel() == 0:
+            return None
+        storage = value.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._kept.append(storage)
+        number = self._numbers.setdefault(storage._cdata, len(self._numbers))
+        sizes = zip(value.shape, value.stride(), strict=True)
+        first = value.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in sizes)
+        return Span(number, first * value.itemsize, (last + 1) * value.itemsize)
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        schema = operation._schema
+        written = [
+            value
+            for value, argument in zip(args, schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if (
+            not any(returned.alias_info for returned in schema.returns)
+            and "empty" not in schema.name
+        ):
+            written += result if isinstance(result, tuple | list) else [result]
+        spans = [self.span(value) for value in written if isinstance(value, Tensor)]
+        if any(spans):
+            self._order.append(Launched(None, tuple(spans)))
+        return result
+
+
+def record(device: Device) -> Recording:
+    """All launches on `device`. Only for a process that has asked for no device before, and will
+    ask for no other."""
+    recording = Recording()
+    places: dict[tuple[str, str], int] = {}
+    memory = _Memory(recording.order)
 
     def note(
         kernel: Any,
@@ -152,24 +208,39 @@ def record(device: Device) -> list[Launch]:
         warmup: bool,
     ) -> Any:
         name = f"{kernel.module}.{kernel.__name__}"
-        found[name, key] = Launch(name, signature, constants, attributes, options.__dict__)
+        place = places.setdefault((name, key), len(places))
+        if place == len(recording.launches):
+            launch = Launch(name, signature, constants, attributes, options.__dict__)
+            recording.launches.append(launch)
+
+        def launched(grid: Any, stream: Any, *given: Any) -> None:
+            spans = map(memory.span, _compiled_in(tuple(signature.values()), given))
+            recording.order.append(Launched(place, tuple(spans)))
+
         compiled = kernel.device_caches[index][0]
-        return compiled.setdefault(key, _NOTHING)
+        return compiled.setdefault(key, SimpleNamespace(launch_metadata=launched, **_NOTHING))
 
     in_fp8 = SERVED_IN_FP8 if has_fp8_products(device.capability) else ()
     with TemporaryDirectory() as name:
         # What reads the configs of models of transformers computes, which no pretended GPU does.
         models = [(options, *_written(options, Path(name))) for options in (*SERVED, *in_fp8)]
-        with pretended(device), mock.patch.object(JITFunction, "_do_compile", note):
+        with pretended(device), mock.patch.object(JITFunction, "_do_compile", note), memory:
             for options, folder, model in models:
                 _serve(options, folder, model)
-    return list(found.values())
+    return recording
 
 
 # In place of a compiled kernel: its launch does nothing.
-_NOTHING = SimpleNamespace(
-    launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None
-)
+_NOTHING: dict[str, Any] = {"run": lambda *_: None, "function": None, "packed_metadata": None}
+
+
+def _compiled_in(types: Any, given: Any) -> Iterator[Any]:
+    """The arguments that a compiled kernel has, those within tuples, too."""
+    for kind, value in zip(types, given, strict=True):
+        if isinstance(kind, tuple):
+            yield from _compiled_in(kind, value)
+        elif kind != "constexpr":
+            yield value
 
 
 def _written(options: EngineConfig, root: Path) -> tuple[Path, ModelConfig]:

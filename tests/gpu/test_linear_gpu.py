@@ -181,7 +181,7 @@ def test_the_stored_norm_is_the_one_that_was_multiplied(n: int, k: int) -> None:
     """It is the one that was multiplied, and a product that leaves it is the same."""
     for dtype in DTYPES:
         weight, norm_weight = random(n, k, dtype=dtype) / k**0.5, random(k, dtype=dtype)
-        for m in (1, 5, 8, 16):
+        for m in (3, 5, 8, 16):
             x = random(m, k, dtype=dtype)
             norm, left = FusedNorm(norm_weight, 1e-6, squares_of(x, 256)), torch.empty_like(x)
             out = linear(x, weight, norm=norm, normed=left)

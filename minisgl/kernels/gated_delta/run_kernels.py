@@ -147,7 +147,7 @@ def _convolve_runs(
     if kept is not None:
         count = tl.load(num_kept + run)
         rows = kept + slot * (most * channels) + channel
-    seen, factors = (), ()
+    seen, factors, results = (), (), ()
     for tap in tl.static_range(width - 1):
         seen += (tl.load(past + tap, mask=inside, other=0.0),)
     for tap in tl.static_range(width):
@@ -155,16 +155,17 @@ def _convolve_runs(
     for place in tl.static_range(most):
         counts = place < count
         value = tl.load(rows + place * channels, mask=inside & counts, other=0.0)
-        result = convolved(seen, value, factors, width, silu, older.dtype.element_ty)
-        at = older + (run * most + place) * channels + channel
-        tl.store(at, result, mask=inside & counts)
+        results += (convolved(seen, value, factors, width, silu, older.dtype.element_ty),)
         after = ()
         for tap in tl.static_range(width - 2):
             after += (tl.where(counts, seen[tap + 1], seen[tap]),)
         after += (tl.where(counts, value, seen[width - 2]),)
         seen = after
-    wait_for_previous(pdl)  # for x
+    wait_for_previous(pdl)  # for x, and for the last reader of older's memory
 
+    for place in tl.static_range(most):
+        at = older + (run * most + place) * channels + channel
+        tl.store(at, results[place], mask=inside & (place < count))
     value = tl.load(x + run * size * x_stride + channel, mask=inside, other=0.0)
     tl.debug_barrier()  # every thread has what it needs of the state and of the rows
     if size > 1:

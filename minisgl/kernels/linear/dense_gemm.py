@@ -3,14 +3,16 @@
 With few rows the time is that of reading W once: n · k · 2 bytes at 4.28 TB/s on an H200, which
 takes some 40 KiB in flight to each of the 132 SMs at any time. So the kernels are built around W.
 It is the left operand, acc[n, m] = W[n, k] xᵀ[k, m], of which the tensor cores take 64 (wgmma) or
-16 (mma) rows at a time; x is the right operand, where they take 8, and comes from L2. There are two
-kernels:
+16 (mma) rows at a time; x is the right operand, where they take 8, and comes from L2. There are
+three kernels:
 
 - *stream*: a pipelined loop over tiles of k. If the tiles of n are too few to fill the device, k is
   split over programs (split-k): each stores its partial sums in float32, and the last one to finish
   adds them up in a fixed order, so that the result is the same at every run.
 - *burst*, for small W: a program loads all its rows of W into registers before it waits for x, so
   that only the load of x from L2 lies between the previous kernel and the result.
+- *small*, in place of burst for one or two rows: the same on CUDA cores, with so few rows of W in a
+  program that the programs of several launches fit on an SM, and load their W at once.
 
 A tile of fewer than 64 rows of W is too small for four warps: there the warps divide the tile's k
 (`groups`), and their sums are added at the end.
@@ -41,8 +43,9 @@ from minisgl.kernels.comm.mailbox import sending
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.linear.burst_kernel import burst_kernel
 from minisgl.kernels.linear.delta_parts import adding
-from minisgl.kernels.linear.dense_tiles import choose_tiles
+from minisgl.kernels.linear.dense_tiles import choose_tiles, smaller
 from minisgl.kernels.linear.epilogue import PLAIN, Epilogue, FusedNorm
+from minisgl.kernels.linear.small_kernel import small_kernel
 from minisgl.kernels.linear.stream_kernel import stream_kernel
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_arguments
 from minisgl.kernels.tuning import tuning_of
@@ -78,6 +81,8 @@ def linear(
     if tiles is None:
         may_split = workspace is not None
         tiles = choose_tiles(m, n, k, tuning_of(x.device), gated=gated, may_split=may_split)
+        if normed is None and epilogue.mailbox is None and epilogue.delta is None:
+            tiles = smaller(tiles, m, tuning_of(x.device))
     if gated:
         n //= 2
     across_n, across_m = triton.cdiv(n, tiles.block_n), triton.cdiv(m, tiles.block_m)
@@ -101,24 +106,27 @@ def linear(
         x_squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
-    exchange = (*sending(epilogue.mailbox), adding(epilogue.delta, tiles.block_n))
     options = {
         "block_n": tiles.block_n,
         "block_m": tiles.block_m,
         "block_k": tiles.block_k,
-        "groups": tiles.groups,
         "parts": parts,
         "gated": gated,
         "gelu": epilogue.gelu,
         "whole_n": n % tiles.block_n == 0,
         "whole_k": k % tiles.block_k == 0,
-        "lanes": tiles.num_warps * 32,
         "num_warps": tiles.num_warps,
-        **pdl_options(x.device, pdl),
+        **pdl_options(x.device, pdl, early=m <= tuning_of(x.device).early_rows),
     }
+    pieces = triton.cdiv(k, tiles.block_k)
+    if tiles.small:
+        assert normed is None and epilogue.mailbox is None and epilogue.delta is None
+        small_kernel[(across_m, 1, across_n)](*tensors, *numbers, pieces=pieces, **options)
+        return result
+    exchange = (*sending(epilogue.mailbox), adding(epilogue.delta, tiles.block_n))
+    options |= {"groups": tiles.groups, "lanes": tiles.num_warps * 32}
     assert normed is None or (tiles.burst and norm is not None and normed.is_contiguous())
     if tiles.burst:
-        pieces = triton.cdiv(k, tiles.block_k)
         burst_kernel[(across_m, 1, across_n)](
             *tensors, *numbers, *exchange, normed, pieces=pieces, **options
         )

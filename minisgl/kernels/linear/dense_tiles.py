@@ -85,6 +85,13 @@ def _burst_tiles(m: int, n: int, k: int, halves: int, tuning: DeviceTuning) -> L
     return LinearTiles(16, block_m, block_k, groups=8, num_warps=8, burst=True)
 
 
+def smaller(tiles: LinearTiles, m: int, tuning: DeviceTuning) -> LinearTiles:
+    """Those of the small kernel in place of those of the burst kernel, where it is faster."""
+    if not (tiles.burst and 0 < m <= tuning.small_rows):
+        return tiles
+    return replace(tiles, block_n=4, block_m=m, groups=1, num_warps=4, small=True)
+
+
 def _tiles_of_many_rows(
     m: int, n: int, k: int, halves: int, tuning: DeviceTuning, may_split: bool
 ) -> LinearTiles:

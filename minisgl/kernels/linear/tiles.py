@@ -25,6 +25,7 @@ class LinearTiles:
     num_warps: int = 4
     num_stages: int = 4  # tiles in flight, the one at work included
     burst: bool = False  # all tiles of k at once, in registers
+    small: bool = False  # the same on CUDA cores, for few rows of W
     prefetch: int = 0  # elements of k, a multiple of 128, to fetch into L2 before the wait
 
 

@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from minisgl.kernels.elementwise import reference
-from minisgl.kernels.linear import dense_tiles
+from minisgl.kernels.linear import dense_gemm, dense_tiles
 from minisgl.kernels.linear.dense_gemm import linear
-from minisgl.kernels.linear.dense_tiles import MAX_ROWS, allocate_workspace, choose_tiles
+from minisgl.kernels.linear.dense_tiles import MAX_ROWS, allocate_workspace, choose_tiles, smaller
 from minisgl.kernels.linear.epilogue import GATED, Epilogue, FusedNorm
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, workspace_size
 from minisgl.kernels.tuning import H200, UNTRIED
@@ -35,6 +35,7 @@ HOW = {
     "split by many": replace(STREAM, block_n=16, block_k=16, splits=6),
     "burst": LinearTiles(16, 16, 256, groups=4, burst=True),
     "burst of three": LinearTiles(16, 8, 128, groups=4, burst=True),
+    "small": LinearTiles(4, 2, 128, burst=True, small=True),
 }
 EPS = 1e-3
 
@@ -138,7 +139,7 @@ def test_linear_of_a_norm_matches_the_reference(
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [how for how in HOW.values() if how.burst])
+@pytest.mark.parametrize("how", [how for how in HOW.values() if how.burst and not how.small])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 34, 250)])
 def test_the_stored_norm_is_the_one_that_was_multiplied(
     m: int, n: int, k: int, how: LinearTiles
@@ -268,6 +269,28 @@ def test_linear_tiles_on_an_h200_are_the_measured_ones() -> None:
     }
     for (m, n, k, gated), how in measured.items():
         assert choose_tiles(m, n, k, H200, gated=gated) == how
+
+
+@pytest.mark.parametrize(("m", "rows"), [(1, 1), (2, 2), (3, None)])
+def test_one_or_two_rows_of_a_small_map_have_small_programs(m: int, rows: int | None) -> None:
+    """A large map streams, as with more rows."""
+    burst, stream = (choose_tiles(m, 1024, k, H200) for k in (1024, 65536))
+    tiles = smaller(burst, m, H200)
+    assert (tiles.block_m if tiles.small else None) == rows
+    assert smaller(stream, m, H200) == stream and not stream.burst
+
+
+@pytest.mark.parametrize("small_rows", [0, 2])
+def test_a_norm_is_stored_whatever_the_number_of_rows(
+    small_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_gemm, "tuning_of", lambda _: replace(H200, small_rows=small_rows))
+    x, weight, norm_weight = (
+        torch.randn(*size, device=DEVICE) for size in ((1, 64), (8, 64), (64,))
+    )
+    norm, left = FusedNorm(norm_weight, EPS, None), torch.empty_like(x)
+    linear(x, weight, norm=norm, normed=left)
+    torch.testing.assert_close(left, reference.rms_norm(x, norm_weight, EPS))
 
 
 @pytest.mark.parametrize("m", [1, 16, 32])
