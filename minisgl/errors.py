@@ -11,6 +11,7 @@ import errno
 import traceback
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import ClassVar
 
 UNFORESEEN = "Something went wrong here."
 
@@ -181,6 +182,19 @@ class QueueFullError(MinisglError):
     http_status = 429
     type = "rate_limit_error"
     code = "queue_full"
+
+
+class DeadlineError(MinisglError):
+    """A request has taken as long as it may."""
+
+    http_status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+    # Clients of OpenAI and Anthropic send a request that fails so again, unless they are told.
+    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+
+    def __init__(self) -> None:
+        super().__init__("The request has taken as long as its timeout allows.")
 
 
 class CheckpointError(MinisglError):

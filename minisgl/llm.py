@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.engine.weights import InFlight, NamedTensors
-from minisgl.errors import ConfigError, EngineStoppedError, InvalidRequestError
+from minisgl.errors import ConfigError, DeadlineError, EngineStoppedError, InvalidRequestError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.images.prompt import Prompt as ChatPrompt
 from minisgl.parameters import check_names
@@ -60,7 +61,8 @@ T = TypeVar("T")
 SAMPLING_NAMES = frozenset(SamplingOptions.__annotations__)
 # The parameters of `LLM.chat` itself.
 CHAT_NAMES = frozenset(
-    "messages sampling_params tools response_format chat_template_kwargs n cache_salt lora".split()
+    "messages sampling_params tools response_format chat_template_kwargs n cache_salt lora "
+    "timeout".split()
 )
 
 
@@ -117,6 +119,7 @@ class LLM:
         n: int | None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         progress: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
@@ -129,15 +132,17 @@ class LLM:
         the rest of the context. n: outputs for each prompt, which follow each other in the list; a
         seed is that of the first, and the others have the seeds that a server gives them.
         cache_salt: cached prefixes are shared only between calls with the same salt. lora: the name
-        of the adapter that answers; None: the model itself. progress: draw a bar if stderr is a
-        terminal. Raises MinisglError for the first prompt that is refused or fails, after aborting
-        the others.
+        of the adapter that answers; None: the model itself. timeout: the seconds that all outputs
+        together may take; DeadlineError is raised when they are over. progress: draw a bar if
+        stderr is a terminal. Raises MinisglError for the first prompt that is refused or fails,
+        after aborting the others.
         """
         batch = _as_batch(prompts)
-        others = ("n", "cache_salt", "lora", "progress", "sampling_params")
+        others = ("n", "cache_salt", "lora", "timeout", "progress", "sampling_params")
         check_names(sampling, SAMPLING_NAMES, NO_PARAMETER, others)
         params = self._sampling(sampling_params, sampling, len(batch), "prompt")
-        return self._wait_for(self._run(batch, params, n, cache_salt, lora, progress))
+        _check_timeout(timeout)
+        return self._wait_for(self._run(batch, params, n, cache_salt, lora, progress), timeout)
 
     @overload
     def chat(
@@ -151,6 +156,7 @@ class LLM:
         n: None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
 
@@ -166,6 +172,7 @@ class LLM:
         n: int,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -181,6 +188,7 @@ class LLM:
         n: None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
 
@@ -195,6 +203,7 @@ class LLM:
         n: int | None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
@@ -213,10 +222,12 @@ class LLM:
         response_format: a JSON schema (a dict) or a pydantic model, which the reply follows. Its
         value is `parsed`: an instance of the model, of which pydantic raises ValidationError where
         it checks more than a schema says; None where the reply was cut.
+        cache_salt, lora, timeout: as in `generate`.
         """
+        _check_timeout(timeout)
         conversations, is_one = _as_conversations(messages)
         asked = self._ask(sampling_params, response_format, tools, options, chat_template_kwargs)
-        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt, lora))
+        outputs = self._wait_for(self._answer(conversations, asked, n, cache_salt, lora), timeout)
         if hasattr(response_format, "model_validate"):
             for output in outputs:
                 if output.parsed is not None:
@@ -233,6 +244,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         lora: str | None = None,
+        timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[OutputDelta]:
         """Yield the answer to a prompt, or to a conversation as `chat` takes it, piece by piece.
@@ -241,9 +253,12 @@ class LLM:
                 print(piece.text, end="", flush=True)
 
         Output that has come since the last piece is one piece. `events` of a conversation has the
-        reasoning and the calls beside the text. Leaving the loop ends the request. Raises
-        MinisglError with the first piece, or where the answer fails.
+        reasoning and the calls beside the text. Leaving the loop ends the request. timeout: the
+        seconds until the last piece. Raises MinisglError with the first piece, or where the answer
+        fails.
         """
+        _check_timeout(timeout)
+        ends = None if timeout is None else time.monotonic() + timeout
         stream = self._wait_for(
             self._open(
                 prompt,
@@ -254,10 +269,15 @@ class LLM:
                 lora=lora,
                 options=options,
                 template_kwargs=chat_template_kwargs,
-            )
+            ),
+            timeout,
         )
         try:
-            while (piece := self._wait_for(_next(stream))) is not None:
+            while True:
+                left = None if ends is None else ends - time.monotonic()
+                piece = self._wait_for(_next(stream), left)
+                if piece is None:
+                    return
                 yield piece
         finally:
             # May run in any thread, also that of the loop, when the generator is collected.
@@ -489,7 +509,8 @@ class LLM:
         self._thread.join()
         self.engine.abandon()
 
-    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait_for(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """What `work` returns. Raises DeadlineError if it takes more seconds than `timeout`."""
         if os.getpid() != self._process_id:
             work.close()
             raise EngineStoppedError(forked(self._process_id))
@@ -498,7 +519,8 @@ class LLM:
             if self._closed:
                 work.close()
                 raise EngineStoppedError("This LLM is closed.")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            limited = work if timeout is None else _within(timeout, work)
+            future = asyncio.run_coroutine_threadsafe(limited, self._loop)
             self._waiting.add(thread)
         try:
             return future.result()
@@ -548,7 +570,10 @@ class LLM:
             if value is not None:
                 raise InvalidRequestError(name, "is for conversations, not for prompts.")
         check_names(
-            options, SAMPLING_NAMES, NO_PARAMETER, ("cache_salt", "lora", "sampling_params")
+            options,
+            SAMPLING_NAMES,
+            NO_PARAMETER,
+            ("cache_salt", "lora", "timeout", "sampling_params"),
         )
         [one, *others] = _as_batch(items) or [[]]
         if others:
@@ -633,6 +658,23 @@ class LLM:
         finally:
             for stream in streams:
                 stream.abort()
+
+
+def _check_timeout(seconds: float | None) -> None:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds > 0):
+        reason = f"must be a number of seconds above 0, not {seconds!r}."
+        raise InvalidRequestError("timeout", reason)
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineError from None
 
 
 async def _next(stream: OutputStream) -> OutputDelta | None:

@@ -111,6 +111,7 @@ CONSTRAINTS: Mapping[str, tuple[Any, str]] = {
 # The fields of SamplingParams that hold several values. Callers may give None for none.
 COLLECTIONS: Mapping[str, type[tuple[Any, ...]] | type[dict[Any, Any]]] = {
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "allowed_token_ids"), tuple),
+    "logprob_token_ids": tuple,
     "logit_bias": dict,
 }
 
@@ -177,6 +178,7 @@ class SamplingParams:
     # 0: of the sampled token; n: also of the n likeliest
     logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
     prompt_logprobs: int | None = number(None, 0, MAX_LOGPROBS, kind=int)
+    logprob_token_ids: Sequence[int] = ()  # also of these tokens; logprobs is then at least 0
     return_routed_experts: bool = False  # the experts that each token takes in each layer
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None  # the tokens that would violate it are masked
@@ -212,6 +214,13 @@ class SamplingParams:
             check_number("stop_token_ids", token_id, int, 0, MAX_INTEGER, f"entry {index} ")
         if not isinstance(self.structured, StructuredOutput | None):
             raise InvalidRequestError("structured", "must be a StructuredOutput.")
+        if len(self.logprob_token_ids) > MAX_LOGPROBS:
+            reason = f"at most {MAX_LOGPROBS} tokens are allowed."
+            raise InvalidRequestError("logprob_token_ids", reason)
+        for index, token_id in enumerate(self.logprob_token_ids):
+            check_number("logprob_token_ids", token_id, int, 0, MAX_INTEGER, f"entry {index} ")
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         for token_id, bias in self.logit_bias.items():
             check_number("logit_bias", token_id, int, 0, MAX_INTEGER, "each key ")
             check_number("logit_bias", bias, float, -100, 100, f"the bias of token {token_id} ")
@@ -247,6 +256,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
+
+    @property
+    def num_scores(self) -> int:
+        """Logprobs of each token of the output."""
+        return 0 if self.logprobs is None else 1 + self.logprobs + len(self.logprob_token_ids)
 
     @property
     def computes_prompt(self) -> bool:
@@ -493,6 +507,12 @@ class TokenLogprobs:
     logprob: float
     rank: int  # its place among all tokens, likeliest first, from 1 on
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    named: tuple[tuple[int, float], ...] = ()  # the same of logprob_token_ids, in their order
+
+    @property
+    def others(self) -> dict[int, float]:
+        """The logprobs of both, by token id."""
+        return dict(self.top) | dict(self.named)
 
 
 @dataclass(frozen=True, slots=True)

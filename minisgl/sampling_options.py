@@ -31,6 +31,7 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int]
     return_routed_experts: bool
     skip_special_tokens: bool
     structured: StructuredOutput | None

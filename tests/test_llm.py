@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,13 @@ from support.fake_matcher import held_to
 from support.serving import demo_engine, served
 
 from minisgl import LLM, MinisglError, RequestOutput, SamplingParams, StructuredOutput
-from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
+from minisgl.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EngineStoppedError,
+    InvalidRequestError,
+)
 from minisgl.models.hub import DEMO_FOLDER
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -130,6 +137,32 @@ def test_a_refused_prompt_is_an_error_and_leaves_nothing_running(llm: LLM) -> No
         llm.generate([[1], [1] * 1600], GREEDY)
     assert llm.engine.stats().num_running == llm.engine.stats().num_queued == 0
     assert llm.generate("Hello", GREEDY)[0].token_ids
+
+
+def test_a_call_that_takes_longer_than_its_timeout_ends_and_frees_its_pages(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=1500, ignore_eos=True)
+    question = [{"role": "user", "content": "Hello"}]
+    late: list[Callable[[], object]] = [
+        lambda: llm.generate([[1], [2]], endless, timeout=1e-6),
+        lambda: llm.chat(question, endless, timeout=1e-6),
+        lambda: [*llm.stream([1], endless, timeout=1e-6)],
+    ]
+    for call in late:
+        with pytest.raises(DeadlineError, match="as long as its timeout allows"):
+            call()
+    pieces = llm.stream([1], endless, timeout=3600)
+    assert next(pieces).token_ids
+    with pytest.MonkeyPatch.context() as patched:
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3601)
+        patched.setattr("minisgl.llm.time", later)
+        with pytest.raises(DeadlineError):
+            for _ in pieces:
+                pass
+    assert llm.generate([1], GREEDY, timeout=3600) and llm.chat(question, GREEDY, timeout=3600)
+    assert llm.engine.stats().num_running == llm.engine.stats().num_queued == 0
+    for wrong in (0, -1, True, "1", float("nan")):
+        with pytest.raises(InvalidRequestError, match=r"^timeout: must be a number of seconds"):
+            llm.generate([1], GREEDY, timeout=cast(Any, wrong))
 
 
 def test_threads_can_share_one_llm(llm: LLM) -> None:

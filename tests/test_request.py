@@ -15,6 +15,7 @@ import pytest
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     FinishReason,
     RequestOutput,
     SamplingParams,
@@ -62,6 +63,9 @@ from minisgl.request import (
         ("bad_words", 5),
         ("allowed_token_ids", 5),
         ("stop_token_ids", (-1,)),
+        ("logprob_token_ids", (-1,)),
+        ("logprob_token_ids", 5),
+        ("logprob_token_ids", (1,) * (MAX_LOGPROBS + 1)),
         ("stop_token_ids", "12"),
         ("logit_bias", 5),
         ("logit_bias", [1]),

@@ -186,7 +186,7 @@ class Quantized:
 
     num_weights: int
     num_bytes: int  # with their scales and zero points
-    rounds: bool  # whether inputs are rounded to FP8, where the device has products of that
+    rounds: bool  # whether inputs are rounded to 8 bits, where the device has products of that
     multiple: int  # of which the inputs of a map must be one on each rank
 
 
@@ -248,7 +248,7 @@ class ModelFacts:
     @property
     def fp8_activations(self) -> bool:
         """Whether products of layers or experts round their inputs to FP8, where the device can
-        multiply that."""
+        multiply that, or to INT8, which then is as fast."""
         parts = (self.quantized, self.experts and self.experts.quantized)
         return any(part.rounds for part in parts if part)
 

@@ -1,4 +1,4 @@
-"""How the inputs of products with FP8 weights are rounded."""
+"""How the inputs of products with FP8 and INT8 weights are rounded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Activations(StrEnum):
-    """What share a scale when the inputs of a product are rounded to FP8."""
+    """What share a scale when the inputs of a product are rounded to FP8 or INT8."""
 
     NONE = "none"  # they are not rounded
     TOKEN = "token"  # the columns of a row

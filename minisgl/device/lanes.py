@@ -108,14 +108,20 @@ class Lanes:
         """
         if not self._is_cuda:
             return work
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._compute):
-            # thread_local: allows other threads to wait for events meanwhile.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+            return self.capture_here(work, pool)
+
+    def capture_here(self, work: Callable[[], None], pool: GraphPool) -> Callable[[], None]:
+        """Do the same on the current stream, which no other thread may use meanwhile."""
+        if not self._is_cuda:
+            return work
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: allows other threads to wait for events meanwhile.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
         return graph.replay
 
     def mark(self) -> EventMark:

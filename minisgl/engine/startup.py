@@ -149,6 +149,7 @@ def scheduler_of(loaded: Loaded[Any]) -> Scheduler:
             config.max_loras,
             config.image_rows,
             max_logprobs=config.max_logprobs,
+            logprobs_mode=config.logprobs_mode,
             routed=config.routed_shape(loaded.model),
             **_of_images(loaded.sight, config),
         ),

@@ -33,18 +33,22 @@ def describe_formats(capability: ComputeCapability | None) -> Mapping[str, str]:
     if capability is None:
         return {
             "fp8 weights": "dequantised float32, activations rounded to FP8 as on a GPU",
+            "int8 weights": "dequantised float32, activations rounded to INT8 as on a GPU",
             "int4 and nvfp4 weights": "dequantised float32, activations as they are",
             "fp8 kv cache": "attention torch",
         }
     weights_alone = "dequantised in registers, activations as they are"
+    in_int8 = "INT8 tensor cores, activations rounded to INT8"
     if not has_fp8_products(capability):
         return {
             "fp8 weights": weights_alone,
+            "int8 weights": in_int8,
             "int4 and nvfp4 weights": weights_alone,
             "fp8 kv cache": "attention torch",
         }
     return {
         "fp8 weights": "FP8 tensor cores, activations rounded to FP8",
+        "int8 weights": in_int8,
         "int4 and nvfp4 weights": weights_alone,
         "fp8 kv cache": "attention triton, torch",
     }

@@ -29,6 +29,20 @@ def from_here(x, pdl: tl.constexpr):
 
 
 @triton.jit
+def finished_sums(acc, on_gpu: tl.constexpr):
+    """Returns acc, float32, when tensor cores have added it up.
+
+    A step of a loop whose weights lie in registers must end with it. Hopper's tensor cores read
+    them there while the program goes on, and Triton 3.6 with a ptxas before 13.3 lets the next step
+    write its own weights into registers that are still read (triton-lang/triton#9433).
+    """
+    if on_gpu:
+        return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return acc
+
+
+@triton.jit
 def prefetch(address, num_bytes):
     """Fetches from each address so many bytes, a multiple of 16, into L2: Hopper and later."""
     tl.inline_asm_elementwise(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from minisgl.matcher import MaskRows
+from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import PartPlan
 
 
@@ -15,7 +16,7 @@ class StepPart:
     """What one step does for a part, on one rank; each hook does nothing unless the part has
     something to do.
 
-    The first four are called on the compute lane, `change_sampling` after `end` if the sampling
+    The first five are called on the compute lane, `change_sampling` after `end` if the sampling
     follows later (`StepPlan.deferred`); the others block until the device is done, on threads of
     their own.
     """
@@ -27,6 +28,10 @@ class StepPart:
         """Queue what is computed of the hidden states of all rows: on the last stage, of a step in
         which the plan of some part says `reads_rows`. first_rows: of each chunk."""
 
+    def read_logits(self, logits: Tensor, rows: Sequence[range]) -> None:
+        """Queue what is computed of the logits that are sampled: in such a step, if it samples.
+        logits: raw, of this rank. rows: of each request that is sampled, in the plan's order."""
+
     def change_sampling(self, masks: MaskRows) -> None:
         """Queue what must be there before the step samples, where it has masks. masks: of
         `Runner.new_masks`, filled."""
@@ -37,6 +42,11 @@ class StepPart:
     def follow(self) -> Iterator[int]:
         """Wait for each thing that goes on after the step, and yield its id."""
         return iter(())
+
+    def add_logprobs(
+        self, logprobs: dict[int, TokenLogprobs], run_lengths: Sequence[int] | None
+    ) -> None:
+        """Add to the logprobs of tokens, as StepResult has both."""
 
     def outcome(self) -> object:
         """What the host half settles, once the step is done."""

@@ -15,12 +15,12 @@ from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.errors import DeadlineError, EngineStoppedError, MinisglError
 from minisgl.router.exchange import HOP_HEADERS, EngineLostError, Head, HTTPRequest, read_request
 from minisgl.router.route_keys import RESPONSES
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.http.access_log import note_failure
-from minisgl.server.http.deadlines import DeadlineError, TimeLimit, timeout_of
+from minisgl.server.http.deadlines import TimeLimit, timeout_of
 from minisgl.server.http.encoding import DONE, event, typed_event
 from minisgl.server.http.error_bodies import error_body, messages_error_body
 from minisgl.server.http.leaving import while_client_waits

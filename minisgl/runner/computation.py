@@ -165,7 +165,11 @@ class Computation:
 
     def whole_logits(self, rows: Tensor) -> Tensor:
         """The logits [n, vocab_size] of rows of hidden states, of all ranks together."""
-        return self.ranks.all_gather(self._model.logits(rows))[:, : self.vocab_size]
+        return self.gathered(self._model.logits(rows))
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Logits of this rank as those of all ranks together, [n, vocab_size]."""
+        return self.ranks.all_gather(logits)[:, : self.vocab_size]
 
     def sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
         """Draw the tokens of a step, make them the last ones of their slots, send them to the

@@ -159,6 +159,8 @@ class StepGraphs:
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
+        if any(part.reads_rows or part.is_eager for part in plan.parts):
+            return None
         masked = any(part.changes_sampling for part in plan.parts)
         shape = self._shape_of(plan)
         if not (masked or plan.chunks):
@@ -167,9 +169,7 @@ class StepGraphs:
                     return step
             return None
         kind: Kind = "masked" if masked else "mixed"
-        if any(part.reads_rows or part.is_eager for part in plan.parts) or (
-            kind == "mixed" and variant is SamplingVariant.FULL
-        ):
+        if kind == "mixed" and variant is SamplingVariant.FULL:
             return None
         for step in self._of_kind.get((plan.max_run, shape.adapted, kind), ()):
             if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):

@@ -155,6 +155,7 @@ def load_runner(
             dtype=dtype,
             load_format=config.load_format,
             is_first=stage.is_first,
+            captures=config.cuda_graph_max_bs > 0,
         )
         refilling.tower = images.tower_places
         if images.seeing is not None:
@@ -356,6 +357,7 @@ class _RunnerMaker:
             lanes,
             self.vocab_size,
             computation.whole_logits,
+            computation.gathered,
             computation.sampler.mask,
             None if tiers is None else tiers.copies,
             computation.tables.order.rank,

@@ -61,6 +61,8 @@ class QueuedStep:
                 scores = outputs.scores(self.ring_entry, part)
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
+        for step_part in self.parts:
+            step_part.add_logprobs(logprobs, run_lengths)
         return StepResult(
             self.step,
             token_ids,

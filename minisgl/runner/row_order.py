@@ -115,6 +115,13 @@ class RowOrder:
         pairs = zip(starts, self._count(plan.decode_slots), strict=False)  # the sum follows
         return *(range(start * run, (start + num) * run) for start, num in pairs), chunks
 
+    def runs(self, plan: StepPlan, shape: StepShape) -> list[range]:
+        """The rows of the outputs of each request that is sampled, in the order of the plan."""
+        *decodes, chunks = self.sampled_rows(plan, shape)
+        starts = chain.from_iterable(part[:: shape.run] for part in decodes)
+        runs = [range(start, start + shape.run) for start in starts]
+        return runs + [range(row, row + 1) for row in chunks]
+
     def first_rows(self, plan: StepPlan, rows: RankRows | None = None) -> list[int]:
         """The first row of each chunk. rows: of a step of another shape than the plan's."""
         rows = rows or self.rows_of(plan, StepShape.of(plan))

@@ -296,11 +296,15 @@ class ModelRunner:
             if not stage.is_last:
                 stage.send(plan, hidden)
                 return step
+            logits = computation.logits(hidden, samples)
             if any(part.reads_rows for part in plan.parts):
-                first_rows = computation.tables.order.first_rows(plan)
+                order = computation.tables.order
+                first_rows, runs = order.first_rows(plan), order.runs(plan, shape)
                 for part in parts:
                     part.read_rows(hidden, first_rows)
-            return replace(step, logits=computation.logits(hidden, samples), samples=samples)
+                    if logits is not None:
+                        part.read_logits(logits, runs)
+            return replace(step, logits=logits, samples=samples)
         return step
 
     def _queue_end(self, step: ForwardedStep, masks: MaskRows | None) -> QueuedStep:

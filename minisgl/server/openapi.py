@@ -67,10 +67,10 @@ def describe(
     for body in {each.body for each in endpoints if each.body is not None}:
         fields = described[body.__name__]["properties"]
         _explain(fields, descriptions(body), of_chats)
-        for name in fields.keys() & NUM_LOGPROBS:
+        for name in fields.keys() & {*NUM_LOGPROBS, "logprob_token_ids"}:
             for option in fields[name].get("anyOf", ()):
-                if "maximum" in option:
-                    option["maximum"] = max_logprobs
+                for limit in option.keys() & {"maximum", "maxItems"}:
+                    option[limit] = max_logprobs
     paths: dict[str, dict[str, Any]] = {}
     for each in endpoints:
         locked = (with_key and not each.is_open) or each.is_for_admin

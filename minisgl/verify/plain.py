@@ -48,13 +48,14 @@ def plain_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
             name, tensor = f"{path}.weight", _packed(tensor, its)
         elif kind == "qweight":
             name, tensor = f"{path}.weight", _transposed(tensor, its, first_zero)
-        elif tensor.dtype == torch.float8_e4m3fn:
-            tensor = _fp8(tensor, its)
+        elif tensor.dtype in (torch.float8_e4m3fn, torch.int8):
+            tensor = _of_bytes(tensor, its)
         plain[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return plain
 
 
-def _fp8(weight: Tensor, its: dict[str, Any]) -> Tensor:
+def _of_bytes(weight: Tensor, its: dict[str, Any]) -> Tensor:
+    """FP8 and INT8: scales of blocks, of rows or of all."""
     n, k = weight.shape
     scale: Tensor = its["weight_scale_inv"] if its["weight_scale"] is None else its["weight_scale"]
     if scale.element_size() == 1:  # of MXFP8: the exponent of each 32 columns

@@ -25,7 +25,7 @@ from minisgl.models.hub import safetensors_files
 from minisgl.verify.answers import Stretch
 from minisgl.verify.plain import plain_weights
 
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+FP8_MAX, INT8_MAX = torch.finfo(torch.float8_e4m3fn).max, 127
 _MAX_ROWS = 2048  # of a forward pass, padding included
 
 
@@ -40,11 +40,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """What minisgl rounds to FP8 besides the weights that a checkpoint has in it."""
+    """What minisgl rounds to FP8, or INT8, besides the weights that a checkpoint has in it."""
 
     inputs: Activations = Activations.NONE  # of linear maps
     group: int = 0  # columns that share a scale by Activations.GROUP
     weights: bool = False
+    integers: bool = False  # inputs are rounded to INT8
 
     def hook(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Round the inputs and the weights of a module before it computes."""
@@ -57,13 +58,16 @@ class Fp8:
         size = args[0].shape[-1]
         by_group = self.inputs == Activations.GROUP and size % self.group == 0
         rows = args[0].unflatten(-1, (-1, self.group if by_group else size))
-        return (_rounded(rows).flatten(-2), *args[1:])
+        return (_rounded(rows, self.integers).flatten(-2), *args[1:])
 
 
-def _rounded(rows: Tensor) -> Tensor:
-    """To FP8, each row with a scale of its own."""
-    scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / FP8_MAX
-    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
+def _rounded(rows: Tensor, integers: bool = False) -> Tensor:
+    """To FP8 or INT8, each row with a scale of its own."""
+    most = INT8_MAX if integers else FP8_MAX
+    scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / most
+    steps = rows / scale
+    steps = steps.round() if integers else steps.to(torch.float8_e4m3fn).float()
+    return (steps * scale).to(rows.dtype)
 
 
 class Reference:

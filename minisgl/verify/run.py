@@ -11,10 +11,10 @@ import torch
 
 from minisgl.config import Activations, EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError, UnsupportedModelError, in_one_line
-from minisgl.kernels.linear.quantized import multiplies_fp8
 from minisgl.llm import LLM
 from minisgl.models.config import ModelConfig, NativeConfig
 from minisgl.models.formats import FP8_WHILE_LOADING
+from minisgl.models.formats.int8 import Int8
 from minisgl.models.hub import locate_model
 from minisgl.models.registry import read_model_config
 from minisgl.text.parsing.selection import choose_format
@@ -134,12 +134,13 @@ def beside_transformers(
 
 def _in_fp8(config: ResolvedConfig, model: ModelConfig) -> Fp8:
     scheme, inputs = model.quantization, Activations.NONE
-    if scheme is not None and multiplies_fp8(torch.device(config.device)):
-        inputs = scheme.activations
+    if scheme is not None:
+        inputs = scheme.on(torch.device(config.device), getattr(torch, config.dtype)).activations
     if inputs == Activations.NONE and config.kv_dtype != config.dtype:
         inputs = Activations.TOKEN  # keys and values alone cost less
     group = 0 if scheme is None else scheme.group
-    return Fp8(inputs, group, weights=scheme is FP8_WHILE_LOADING)
+    weights, integers = scheme is FP8_WHILE_LOADING, isinstance(scheme, Int8)
+    return Fp8(inputs, group, weights, integers)
 
 
 def _facts(model: ModelConfig, config: ResolvedConfig) -> list[str]:

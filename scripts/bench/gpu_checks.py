@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -71,15 +71,14 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A number in the output of a check, and what it should be."""
 
     name: str
     find: str  # regular expression; its group is the number, and its last match counts
     # By a part of the GPU's name, such as H200. Without one for this GPU the figure is only noted.
-    expected: dict[str, Number] = field(default_factory=dict)
-    better: str = "less"  # or more
+    expected: dict[str, Number] = {}
+    better: str | None = None  # less or more, than expected
 
     def read(self, output: str) -> float | None:
         found = re.findall(self.find, output)
@@ -94,14 +93,13 @@ class Figure:
         return value < wanted * (1 - WITHIN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last run of a check on GPUs of one kind; of runs before this script less is known."""
 
     date: str
     capability: str
     verdict: str  # of SHOWN or NOT_SHOWN
-    figures: dict[str, Number] = field(default_factory=dict)
+    figures: dict[str, Number] = {}
     seconds: Number | None = None
     gpus: int | None = None  # of the machine
     torch: str | None = None
@@ -110,20 +108,19 @@ class Run:
     why: str | None = None  # it failed
 
 
-@dataclass(slots=True, kw_only=True)
-class Check:
+class Check(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     shows: str
     command: str
     minutes: Number  # estimate
-    gpus: int = 1
+    gpus: int
     hosts: int = 1  # with more, the command is one to be given by hand
     memory_gb: Number = 0.0  # of each GPU
-    needs: list[str] = field(default_factory=list)  # modules that minisgl does not depend on
-    covers: list[str] = field(default_factory=list)  # files below minisgl/ that it is about
-    figures: list[Figure] = field(default_factory=list)
+    needs: list[str] = []  # modules that minisgl does not depend on
+    covers: list[str] = []  # files below minisgl/ that it is about
+    figures: list[Figure] = []
     again: str | None = None  # why it must be shown again, until it was
-    runs: dict[str, Run] = field(default_factory=dict)  # by the GPU's name
+    runs: dict[str, Run] = {}  # by the GPU's name
 
     def why_not(self, machine: Machine) -> str | None:
         """Why it cannot run there; None if it can."""
@@ -186,25 +183,9 @@ def read_checks(path: Path) -> list[Check]:
 
 
 def write_checks(path: Path, checks: Sequence[Check]) -> None:
-    entries = [_told_fields(asdict(check)) for check in checks]
     new = path.with_name(f"{path.name}.new")
-    new.write_text(_lines(entries, depth=3) + "\n")
+    new.write_text(_lines(msgspec.to_builtins(checks), depth=3) + "\n")
     new.replace(path)
-
-
-def _told_fields(entry: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what says nothing, for readers."""
-    empty = (None, [], {}, 0.0) if "command" in entry else (None, {})
-    kept = {name: value for name, value in entry.items() if value not in empty}
-    if kept.get("hosts") == 1:
-        del kept["hosts"]
-    if "find" in kept and "expected" not in kept:
-        del kept["better"]
-    if "figures" in kept and isinstance(kept["figures"], list):
-        kept["figures"] = [_told_fields(figure) for figure in kept["figures"]]
-    if "runs" in kept:
-        kept["runs"] = {gpu: _told_fields(run) for gpu, run in kept["runs"].items()}
-    return kept
 
 
 def _lines(value: Any, depth: int, indent: str = "") -> str:

@@ -35,6 +35,7 @@ from kernel_timer import (
 from torch import Tensor
 
 from minisgl.config import Activations
+from minisgl.kernels.fp8_rows import Fp8Rows
 from minisgl.kernels.linear.epilogue import Epilogue
 from minisgl.kernels.linear.nvfp4 import Nvfp4Weights, pack_scales
 from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
@@ -55,6 +56,7 @@ SIZES = {
     "bf16": 2.0,
     "fp8-channel": 1.0,
     "fp8-block": 1.0,
+    "int8": 1.0,
     "int4": 0.5 + 4 / GROUP,  # of experts 2 / GROUP
     "int4-zeros": 0.5 + 4 / GROUP,
     "e4m3": 1.0 + 4 / GROUP,  # x is not rounded
@@ -101,7 +103,7 @@ class Shape:
         def tiled(tiles: LinearTiles | None = None) -> list[Call]:
             return in_turn(partial(ours, workspace=workspace, tiles=tiles), weights, NUM_CALLS)
 
-        in_fp8, outputs = format.startswith("fp8"), self.n // 2 if self.gated else self.n
+        in_fp8, outputs = format in MAKE_FP8, self.n // 2 if self.gated else self.n
         moved = m * (self.k * (1 if in_fp8 else 2) + outputs * 2)
         return Problem(
             calls={"minisgl": tiled, **others},
@@ -142,6 +144,19 @@ def fp8_weights(*shape: int, blocks: bool) -> Fp8Weights:
     scales = (-(-n // BLOCK[0]), -(-k // BLOCK[1])) if blocks else (n,)
     scale = (0.5 + torch.rand(*first, *scales, device=DEVICE)) / (64 * k**0.5)
     return Fp8Weights((random(*shape) * 64).to(E4M3), scale, BLOCK if blocks else None)
+
+
+def int8_weights(*shape: int) -> Fp8Weights:
+    data = (random(*shape) * 32).clamp(-127, 127).to(torch.int8)
+    return Fp8Weights(data, (0.5 + torch.rand(shape[:-1], device=DEVICE)) / (32 * shape[-1] ** 0.5))
+
+
+# The weights that are multiplied with rows of 8 bits, by their format.
+MAKE_FP8: dict[str, Callable[..., Fp8Weights]] = {
+    "fp8-channel": partial(fp8_weights, blocks=False),
+    "fp8-block": partial(fp8_weights, blocks=True),
+    "int8": int8_weights,
+}
 
 
 def packed_numbers(*shape: int) -> Tensor:
@@ -211,24 +226,32 @@ def dense_problem(shape: Shape, m: int) -> Problem:
     return problem if m <= MOST_OURS else replace(problem, calls=others, tiled=None)
 
 
-def fp8_problem(shape: Shape, m: int, *, blocks: bool) -> Problem:
+def int8_by_torch(x: Fp8Rows, weights: Fp8Weights) -> Tensor:
+    """Of more than 16 rows."""
+    sums = torch._int_mm(x.data, weights.data.T)
+    return (sums * x.scale[:, None] * weights.scale).to(x.dtype)
+
+
+def fp8_problem(shape: Shape, m: int, format: str) -> Problem:
     from minisgl.kernels.elementwise.quantize import quantize
     from minisgl.kernels.linear.fp8 import scaled_mm
     from minisgl.kernels.linear.fp8.fp8_gemm import linear
     from minisgl.kernels.linear.fp8.fp8_tiles import choose_tiles
 
     n, k = shape.n, shape.k
-    weights = copies(partial(fp8_weights, n, k, blocks=blocks), n * k)
+    weights = copies(partial(MAKE_FP8[format], n, k), n * k)
     group = weights[0].group
-    x = quantize(random(m, k), group)
+    x = quantize(random(m, k), group, dtype=weights[0].data.dtype)
     scale = x.scale[:, None] if group is None else x.scale.repeat_interleave(group, 1)[:, :k]
 
     def by_torch() -> list[Call]:
+        if format == "int8":
+            return in_turn(partial(int8_by_torch, x), weights, NUM_CALLS)
         assert scaled_mm.takes(x, weights[0], None), "torch does not compute this product"
         return in_turn(lambda weight: scaled_mm.linear(x, weight, None), weights, NUM_CALLS)
 
     return shape.problem(
-        "fp8-block",
+        format,
         m,
         weights,
         partial(linear, x, bias=None),
@@ -283,8 +306,8 @@ def make_words(format: str, n: int, k: int) -> WeightWords:
 def linear_problem(shape: Shape, format: str, m: int) -> Problem:
     if format == "bf16":
         return dense_problem(shape, m)
-    if format.startswith("fp8"):
-        return fp8_problem(shape, m, blocks=format == "fp8-block")
+    if format in MAKE_FP8:
+        return fp8_problem(shape, m, format)
     return weight_only_problem(shape, m, format)
 
 
@@ -386,7 +409,7 @@ def experts_problem(format: str, config: Config, m: int) -> Problem:
 # -- tables ----------------------------------------------------------------------------------------
 
 LINEAR_MODELS = ("Qwen3-14B", "Qwen3-32B", "Qwen3-0.6B", "Llama-3.1-8B")
-LINEAR_FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4", "int4-zeros", "e4m3", "nvfp4")
+LINEAR_FORMATS = ("bf16", "fp8-channel", "fp8-block", "int8", "int4", "int4-zeros", "e4m3", "nvfp4")
 LAYER_FORMATS = ("bf16", "fp8-channel", "fp8-block")
 EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 EXPERTS = {
@@ -399,7 +422,7 @@ EXPERTS = {
 def linear_cases(rows: Sequence[int] | None) -> Iterator[Case]:
     for model, format in itertools.product(LINEAR_MODELS, LINEAR_FORMATS):
         for shape in shapes_of(MODELS[model]):
-            if (format != "bf16" and shape.name == "head") or (format[:3] == "fp8" and shape.gated):
+            if (format != "bf16" and shape.name == "head") or (format in MAKE_FP8 and shape.gated):
                 continue
             for m in rows or (1, 8, 16, 32, 64, 128, 256, 1024, 8192):
                 name = f"{model} {shape} {format}, {m} rows"

@@ -4,7 +4,8 @@ bash scripts/tools/try_compiled.sh                       # all of them, 12 minut
 bash scripts/tools/try_compiled.sh --only stream_kernel --target sm_90  # 30 s
 
 Needs Triton, and no GPU. Fails if a kernel does not compile, if one of the package was not reached,
-or if one spills more than SPILLS of spilled_kernels.py says.
+if one spills more than SPILLS of spilled_kernels.py says, or if one writes registers that tensor
+cores may still read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from recorded_launches import Launch, record
 from spilled_kernels import SPILLS, kernels_of, spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from unfinished_products import overwritten
 
 ALL = [""]  # a part of every name
 
@@ -45,8 +47,12 @@ def main() -> int:
             # Where the compiler ended its process, that is the error of the kernels after it, too.
             if error := result.exception():
                 errors.append(f"{told}: {type(error).__name__}: {error}")
-            elif (spilled := result.result()) > most:
+                continue
+            spilled, early = result.result()
+            if spilled > most:
                 errors.append(f"{told}: spills {spilled} bytes, and SPILLS allows {most}")
+            if early:
+                errors.append(f"{told}: writes {early} registers that tensor cores may still read")
         print(f"{target}: {len(launches)} compiled", flush=True)
     if given.only == ALL and set(given.target) == set(DEVICES):
         unreached = kernels_of() - reached
@@ -75,8 +81,9 @@ def _processes(count: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count, mp_context=get_context("fork"))
 
 
-def compile_launch(launch: Launch, target: str) -> int:
-    """The bytes that it spills. Compiles anew, since a cached result has no log."""
+def compile_launch(launch: Launch, target: str) -> tuple[int, int]:
+    """The bytes that it spills, and the number of registers that it writes while tensor cores may
+    read them. Compiles anew, since a cached result has no log."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     gpu = GPUTarget("cuda", DEVICES[target].arch, 32)
     log = io.StringIO()
@@ -88,8 +95,8 @@ def compile_launch(launch: Launch, target: str) -> int:
     ):
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
-        triton.compile(source, target=gpu, options=launch.options)
-    return spilled_bytes(log.getvalue())
+        made = triton.compile(source, target=gpu, options=launch.options)
+    return spilled_bytes(log.getvalue()), len(overwritten(made.asm["ptx"]))
 
 
 if __name__ == "__main__":

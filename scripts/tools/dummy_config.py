@@ -12,6 +12,7 @@ With --quantization it is that of a quantised checkpoint, as the tools that make
 | fp8-block | Qwen and DeepSeek: a scale for each 128 x 128 weights |
 | fp8-channel | compressed-tensors, FP8_DYNAMIC: a scale for each row |
 | fp8-tensor | AutoFP8: a scale for each matrix, and one for its inputs |
+| int8 | compressed-tensors, W8A8: a scale for each row |
 | int4 | compressed-tensors, W4A16: symmetric, in groups of 128 |
 | awq | AutoAWQ: with zero points, in groups of 128 |
 | gptq | GPTQModel: symmetric, in groups of 128 |
@@ -401,6 +402,11 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
         "activation_scheme": "static",
         "ignored_layers": ["lm_head"],
     },
+    "int8": compressed_tensors(
+        "int-quantized",
+        number(8, "int", "channel"),
+        number(8, "int", "token", dynamic=True),
+    ),
     "int4": compressed_tensors(
         "pack-quantized", number(4, "int", "group") | {"group_size": 128, "actorder": None}, None
     ),

@@ -25,6 +25,17 @@ def with_table(page: str, script: str, table: str) -> str:
     return f"{before}{begin}{table}{end}{after}"
 
 
+def write_or_check_table(
+    description: str | None, page: Path, script: str, table: Callable[[], str]
+) -> int:
+    """The same for a page with a table of a script."""
+
+    def written() -> dict[Path, str]:
+        return {page: with_table(page.read_text(), Path(script).name, table())}
+
+    return write_or_check(description, written)
+
+
 def write_or_check(description: str | None, written: Callable[[], Mapping[Path, str]]) -> int:
     """Bring the pages to these texts, or say which differ, as the command line asks. Returns the
     exit code."""

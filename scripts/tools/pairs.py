@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from dummy_config import MODELS, config_of
-from pages import ROOT, as_table, with_table, write_or_check
+from pages import ROOT, as_table, write_or_check_table
 
 from minisgl.attention.backends import BACKENDS
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig
@@ -190,10 +190,7 @@ def table() -> str:
 
 
 def main() -> int:
-    def written() -> dict[Path, str]:
-        return {PAGE: with_table(PAGE.read_text(), Path(__file__).name, table())}
-
-    return write_or_check(__doc__, written)
+    return write_or_check_table(__doc__, PAGE, __file__, table)
 
 
 if __name__ == "__main__":

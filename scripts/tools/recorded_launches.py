@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -24,11 +23,9 @@ from pretended_gpu import GPU, Device, pretended, pretended_ranks
 from triton.runtime.jit import JITFunction
 
 from minisgl.config import Capacity, EngineConfig, ResolvedConfig, resolve
-from minisgl.kernels.adapters import allocate
 from minisgl.kernels.cache_pages.page_copies import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kernels.hardware import has_fp8_products
-from minisgl.kernels.linear.epilogue import Epilogue, FusedNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
@@ -62,6 +59,8 @@ SERVED = (
     served("Qwen3-14B:fp8-block", dense_copies="never"),
     served("Qwen3-14B:fp8-channel"),
     served("Qwen3-14B:fp8-tensor"),
+    served("Qwen3-14B:int8"),
+    served("Qwen3-30B-A3B:int8"),
     served("Qwen3-14B:int4", dense_copies="always"),
     served("Qwen3-14B:int4", dense_copies="never"),
     served("Qwen3-14B:awq", dense_copies="never"),
@@ -88,6 +87,7 @@ SERVED = (
     served("DeepSeek-V2-Lite"),
     served("DeepSeek-V3"),
     served("MiMo-V2-Flash"),
+    *(served("Llama-3.1-8B", max_loras=8, max_lora_rank=rank) for rank in (16, 64, 320)),
     *(served(f"Qwen3-30B-A3B:{kind}", max_loras=2, lora_experts=True) for kind in ("", "int4")),
     served("gpt-oss-20b", max_loras=2, lora_experts=True),
 )
@@ -163,7 +163,6 @@ def record(device: Device) -> list[Launch]:
         with pretended(device), mock.patch.object(JITFunction, "_do_compile", note):
             for options, folder, model in models:
                 _serve(options, folder, model)
-            _adapt()
     return list(found.values())
 
 
@@ -208,31 +207,3 @@ def _move_pages(config: ResolvedConfig, model: ModelConfig, num_layers: int) -> 
     packed = torch.empty((8, planes.page_bytes), dtype=torch.uint8, device=GPU)
     gather_pages(planes, pages, packed)
     scatter_pages(planes, pages, packed)
-
-
-def _adapt() -> None:
-    """Products with adapters, which no engine has yet: q, k and v, a gated MLP's first one, and one
-    that adds to the stream, of sizes of Llama-3.1-8B and Qwen3-0.6B."""
-    from minisgl.kernels.linear import dense_gemm
-    from minisgl.kernels.linear.dense_tiles import allocate_workspace
-    from minisgl.kernels.lora import expand_kernel, shrink_kernel, sort_kernel
-
-    dtype = torch.bfloat16
-    for m, max_rank, hidden, inner in product((1, 32, 2048), (16, 64, 320), (1024, 4096), (14336,)):
-        rows = sort_kernel.sort_rows(torch.zeros(m, dtype=torch.int32, device=GPU), 8)
-        for widths, k, gated, adds in (
-            ((hidden, 1024, 1024), hidden, False, False),
-            ((inner, inner), hidden, True, False),
-            ((hidden,), inner, False, True),
-        ):
-            weights = allocate(8, max_rank, k, widths, dtype, GPU)
-            x, w = (torch.zeros((size, k), dtype=dtype, device=GPU) for size in (m, sum(widths)))
-            y = torch.zeros((m, sum(widths)), dtype=dtype, device=GPU)
-            delta = shrink_kernel.shrink(x, weights, rows)
-            expand_kernel.expand(y, delta)
-            squares = torch.zeros((m, hidden // 64), dtype=torch.float32, device=GPU)
-            shrink_kernel.shrink_norm(x, FusedNorm(x[0], 1e-6, squares), weights, rows)
-            if m <= 64:
-                room = allocate_workspace([w.shape], m, GPU)
-                epilogue = Epilogue(gated=gated, residual=y if adds else None, delta=delta)
-                dense_gemm.linear(x, w, epilogue=epilogue, workspace=room)

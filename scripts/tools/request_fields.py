@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from pages import ROOT, as_table, with_table, write_or_check
+from pages import ROOT, as_table, write_or_check_table
 
 from minisgl.request import MAX_INTEGER
 from minisgl.server.endpoints import ENDPOINTS
@@ -166,10 +165,7 @@ def _number(value: float) -> str:
 
 
 def main() -> int:
-    def written() -> dict[Path, str]:
-        return {PAGE: with_table(PAGE.read_text(), Path(__file__).name, table())}
-
-    return write_or_check(__doc__, written)
+    return write_or_check_table(__doc__, PAGE, __file__, table)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ SPILLS: Mapping[tuple[str, str], int] = {
     ("linear.stream_kernel.stream_kernel", "sm_100"): 40,
     ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_100"): 8,
     ("linear.weight_only.weight_only_kernel.weight_only_kernel", "sm_80"): 260,
+    ("lora.expand_kernel._expand", "sm_100"): 16,
     ("lora.shrink_kernel._shrink", "sm_100"): 8,
     ("lora.shrink_kernel._shrink", "sm_80"): 8,
     ("moe.few_rows._few_outer", "sm_100"): 32,

@@ -11,6 +11,7 @@ source "$root/scripts/tools/extra_venv.sh"
 ensure_triton_venv
 
 cd "$root"
+unset PYTHONDONTWRITEBYTECODE # each process would compile every module anew
 [ $# -gt 0 ] || set -- -n 2 --dist worksteal -p support.kernels_reached --record .ran/interpreter
 export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONPATH=tests
 exec "$extra_python" -m pytest tests/kernels "$@"

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +70,7 @@ def test_a_batch_is_answered_and_bad_lines_are_named(tmp_path: Path) -> None:
         request("no body", []),
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "minisgl", "batch", "in.jsonl", "out.jsonl", "--device", "cpu"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    result = minisgl("batch", "in.jsonl", "out.jsonl", "--device", "cpu", folder=tmp_path)
     assert result.returncode == 1
     found = answers(tmp_path)
     assert found.keys() == {"hello-0", "hello-1", "hello-2", "text", "hot"}
@@ -112,6 +110,16 @@ def test_lines_name_the_adapters_that_answer_them(tmp_path: Path) -> None:
     assert len(kinds) == 2
     assert found["prose"]["status_code"] == 404
     assert found["prose"]["body"]["error"]["message"].endswith("; adapters: poems.")
+
+
+def test_a_line_with_a_timeout_ends_alone(tmp_path: Path) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 1500, "ignore_eos": True, "timeout": 1e-6}
+    lines = [request("late", body, COMPLETIONS), request("hello", {**HELLO, "timeout": 3600})]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert batch(tmp_path, "--device", "cpu").returncode == 1
+    found = {name: line["response"] for name, line in answers(tmp_path).items()}
+    assert (found["late"]["status_code"], found["hello"]["status_code"]) == (504, 200)
+    assert found["late"]["body"]["error"]["code"] == "deadline_exceeded"
 
 
 async def test_images_of_a_batch_may_be_paths_below_a_folder(tmp_path: Path) -> None:

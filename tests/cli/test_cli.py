@@ -335,7 +335,7 @@ def test_version_prints_what_a_bug_report_needs() -> None:
     lines = result.stdout.splitlines()
     for named in ("minisgl ", "python ", "torch ", "cpu ", "gpu ", "attention prefill "):
         assert any(line.startswith(named) for line in lines), named
-    for named in ("fp8 weights ", "int4 and nvfp4 weights ", "fp8 kv cache "):
+    for named in ("fp8 weights ", "int8 weights ", "int4 and nvfp4 weights ", "fp8 kv cache "):
         assert any(line.startswith(named) for line in lines), named
 
 

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.image_cases import GEMMA_3, GEMMA_4, GLMS, LLAVA, QWEN, QWEN_3_VL, check
+from support.image_cases import (
+    GEMMA_3,
+    GEMMA_4,
+    GLMS,
+    LLAVA,
+    QWEN,
+    QWEN_3_VL,
+    check,
+    lined_picture,
+    tower_of,
+)
 
+from minisgl.device.copy_lanes import copy_lane
+from minisgl.device.lanes import Lanes
 from minisgl.images.levels import numbers_of
 from minisgl.models import lfm2
+from minisgl.models.towers.repeated import Inputs, RepeatedTower
 from minisgl.models.towers.tower import pixels_of
 
 pytestmark = pytest.mark.gpu
@@ -50,3 +65,28 @@ def test_levels_stand_for_the_same_numbers_on_any_device() -> None:
     table = rng.standard_normal((2, 3, 256)).astype(np.float32)
     found = pixels_of(torch.from_numpy(levels).cuda(), torch.from_numpy(table).cuda())
     assert torch.equal(found.cpu(), torch.from_numpy(numbers_of(levels, table)))
+
+
+@pytest.mark.parametrize("architecture", [QWEN, QWEN_3_VL])
+def test_images_of_a_shape_that_comes_again_are_captured(architecture: str) -> None:
+    tower, lanes = tower_of(architecture, "cuda"), Lanes(torch.device("cuda"))
+    lane, pool = copy_lane(lanes, priority=0), lanes.graph_pool()
+    captured: list[int] = []
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        replay = lanes.capture_here(work, pool)
+        captured.append(1)
+        return replay
+
+    repeated, found = RepeatedTower(tower, capture), list[torch.Tensor]()
+    # Of 6 seeds each has another shape, and 6 later comes the same again with other pixels.
+    images = [lined_picture(tower.module.config, seed).inputs for seed in (0, 1, 6, 12, 7, 0, 13)]
+
+    def encode(image: Inputs) -> None:
+        found.append(repeated.rows(image).clone())
+
+    for image in images:
+        lane.queue(partial(encode, image), []).wait()
+    assert len(captured) == 2
+    for image, rows in zip(images, found, strict=True):
+        torch.testing.assert_close(rows, tower.rows(image), rtol=1e-4, atol=1e-4)

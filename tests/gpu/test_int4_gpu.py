@@ -54,6 +54,7 @@ CASES = [
     *((1152, 896, kind, torch.bfloat16) for kind in KINDS if kind != "int4, 128"),
     *((200, 256, kind, torch.float16) for kind in ("int4, 32, zeros", "e4m3, small blocks")),
     *((7168, 5120, "nvfp4", dtype) for dtype in DTYPES),
+    (200, 320, "nvfp4", torch.bfloat16),
 ]
 
 

@@ -40,6 +40,7 @@ ROUTING = Routing(top_k=2, normalize=True)
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_layers": 2, "tied": True}
 SPECS = {
     "qwen3": Spec("qwen3", "Qwen3ForCausalLM", **SIZES),
+    "small": Spec("small", "Qwen3ForCausalLM", num_layers=2),
     # 192 and 384: blocks of 128 do not divide them, nor what two ranks have of them.
     "odd": Spec("odd", "Qwen3ForCausalLM", hidden_size=192, num_heads=6, num_layers=2, tied=True),
     "llama": Spec("llama", "LlamaForCausalLM", **SIZES),
@@ -99,6 +100,8 @@ CASES = [
     ("moe", "ct-fp8-channel"),
     ("qwen3", "ct-fp8-static"),
     ("llama", "ct-fp8-block"),
+    ("qwen2", "ct-int8"),
+    ("narrow-moe", "ct-int8"),
     ("odd", "ct-fp8-weights"),
     ("qwen2", "ct-int4"),
     ("odd", "ct-int4-64"),
@@ -247,6 +250,17 @@ def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> No
     check(engine_case(spec, format), tp=2)
 
 
+@pytest.mark.parametrize(("spec", "tp"), [("small", 1), ("small", 2), ("moe", 2)])
+def test_greedy_tokens_of_int8_are_those_of_rounded_inputs(
+    spec: str, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank rounds the inputs that it has."""
+    case = case_of(spec, "ct-int8")
+    reference = load_plain(case)
+    round_inputs(case, reference, monkeypatch, tp)
+    check(three_prompts(case.spec, case.folder, reference), tp=tp)
+
+
 @pytest.mark.parametrize(
     ("spec", "format", "tp"),
     [
@@ -260,7 +274,10 @@ def test_the_code_of_transformers_runs_quantized_weights(spec: str, format: str,
     check(engine_case(spec, format), model_impl="adopted", tp=tp)
 
 
-@pytest.mark.parametrize(("spec", "format"), [("moe", "fp8-block"), ("mistral", "fp8-static")])
+@pytest.mark.parametrize(
+    ("spec", "format"),
+    [("moe", "fp8-block"), ("mistral", "fp8-static"), ("moe", "ct-int8"), ("llama", "ct-int8")],
+)
 def test_the_code_of_transformers_rounds_inputs_as_ours_does(spec: str, format: str) -> None:
     case = case_of(spec, format)
     adopted = load(case.folder, model_impl="adopted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from fractions import Fraction
 from typing import Any
@@ -142,3 +143,31 @@ def test_a_launch_wraps_the_language_once_and_unwraps_it(monkeypatch: pytest.Mon
         assert value.item() == 3.0**10
         assert patched == ["_calls_kernel"] * launches
         assert own == {name: getattr(tl, name) for name in own}
+
+
+@pytest.mark.parametrize("dtype", [tl.int32, tl.float16, tl.pointer_type(tl.float32)], ids=str)
+@pytest.mark.parametrize("shape", [[4], [2, 8], [tl.constexpr(8), 2], [tl.constexpr(4)]])
+def test_what_a_type_says_of_a_value_is_found_once(dtype: tl.dtype, shape: list[Any]) -> None:
+    """And is that of no other type with the same shape."""
+    sizes = [getattr(size, "value", size) for size in shape]
+    first, second = (tl.tensor(None, tl.block_type(dtype, shape)) for _ in range(2))
+    assert first.shape is second.shape and first.numel is second.numel
+    assert [size.value for size in second.shape] == [*second.type.shape] == sizes
+    assert second.numel.value == second.type.numel == math.prod(sizes)
+    assert second.dtype is second.type.element_ty is dtype
+    assert str(second.type) == second.type.name and dtype.name in second.type.name
+    assert interpreter._get_np_dtype(second.type) == interpreter._get_np_dtype(dtype)
+
+
+def test_types_of_one_name_stay_apart() -> None:
+    pointers = [tl.pointer_type(tl.float32, address_space) for address_space in (1, 3)]
+    assert pointers[0].name == pointers[1].name
+    assert [tl.block_type(each, [4]).element_ty.address_space for each in pointers] == [1, 3]
+
+
+def test_a_number_has_no_shape_and_a_block_one_of_powers_of_2() -> None:
+    number = tl.tensor(None, tl.float32)
+    assert len(number.shape) == 0 and number.numel.value == 1 and number.dtype is tl.float32
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float32, [3])

@@ -27,6 +27,7 @@ from linear_kernels import (
     EXPERTS,
     LAYER_FORMATS,
     LINEAR_FORMATS,
+    MAKE_FP8,
     Shape,
     experts_problem,
     layer_problem,
@@ -109,7 +110,7 @@ def test_backends_are_asked_by_name_and_one_that_is_missing_says_so() -> None:
     assert all("flash" in line for line in lines[2:]), lines
 
 
-PRODUCTS = [(each, gated) for each in LINEAR_FORMATS for gated in (False, each[:3] != "fp8")]
+PRODUCTS = [(each, gated) for each in LINEAR_FORMATS for gated in (False, each not in MAKE_FP8)]
 
 
 @pytest.mark.parametrize(("format", "gated"), dict.fromkeys(PRODUCTS))

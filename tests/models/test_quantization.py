@@ -22,6 +22,7 @@ from minisgl.models.config_reader import Fields
 from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat, fp8
 from minisgl.models.formats.fp8 import Fp8, Fp8Blocks
 from minisgl.models.formats.int4 import Awq, CompressedInt4, Gptq, GptqV2
+from minisgl.models.formats.int8 import Int8
 from minisgl.models.formats.mxfp8 import Mxfp8
 from minisgl.models.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from minisgl.models.quantization import read_quantization
@@ -39,6 +40,7 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "ct-fp8-channel": Fp8(activations=TOKEN),
     "ct-fp8-static": STATIC,
     "ct-fp8-block": Fp8Blocks(activations=GROUP),
+    "ct-int8": Int8(),
     "ct-int4": CompressedInt4(group_size=128),
     "ct-int4-zeros": CompressedInt4(group_size=128, symmetric=False),
     "awq": Awq(group_size=128),
@@ -50,6 +52,7 @@ SCHEMES: dict[str, QuantizedFormat] = {
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
+INT8 = FORMATS["ct-int8"].config
 NVFP4 = FORMATS["nvfp4"].config
 
 
@@ -110,6 +113,7 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
         (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
         (changed(CHANNEL, provider="auto-round"), "ct-fp8-channel"),
+        (changed(INT8, w_observer="mse", sparsity_config={"format": "dense"}), "ct-int8"),
         (changed(NVFP4, g_input_activations=None), "nvfp4"),
         (changed(PACKED, w_actorder="static"), "ct-int4"),
         (changed(PACKED, w_actorder="weight"), "ct-int4"),
@@ -202,7 +206,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed(NVFP4, i_num_bits=8), "input_activations: num_bits 8.*allowed: 4"),
     (changed(NVFP4, w_scale_dtype="torch.uint8"), "scale_dtype 'torch.uint8'.*float8_e4m3fn"),
     (changed(CHANNEL, format="mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized'.*nvfp4"),
-    (changed(CHANNEL, format="int-quantized"), "format 'int-quantized'.*float-quantized"),
+    (changed(CHANNEL, format="int-quantized"), "type 'float'.*allowed: int in int-quantized"),
+    (changed(INT8, i_dynamic=False), "input_activations: dynamic False.*dynamic scales, or an FP8"),
+    (changed(INT8, i_dynamic="local"), "dynamic 'local'.*dynamic scales"),
+    (changed(INT8, i_symmetric=False), "input_activations: symmetric False.*symmetric checkpoint"),
+    (changed(INT8, w_symmetric=False), "weights: symmetric False.*symmetric checkpoint, or an FP8"),
+    (changed(INT8, i_strategy="tensor"), "strategy 'tensor'.*token"),
+    (changed(INT8, w_strategy="group"), "strategy 'group'.*channel or tensor"),
+    (changed(INT8, w_num_bits=4), "num_bits 4.*allowed: 8 in int-quantized: use a W8A8"),
+    (changed(INT8, g_input_activations=None), "input_activations .*rounded per token"),
     (changed(CHANNEL, g_format="mixed-precision"), "format 'mixed-precision'"),
     (changed(CHANNEL, g_output_activations={"num_bits": 8}), "output_activations"),
     (changed(CHANNEL, w_num_bits=4), "num_bits 4.*8"),

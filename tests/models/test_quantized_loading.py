@@ -148,6 +148,8 @@ PARTS = [
     ("dense", "ct-fp8-block", 4),
     ("moe", "fp8-block", 4),
     ("moe", "ct-fp8-channel", 4),
+    ("dense", "ct-int8", 2),
+    ("moe", "ct-int8", 4),
     ("dense", "fp8-static", 2),
     ("dense", "ct-int4", 4),
     ("dense", "ct-int4-zeros", 2),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pretended_gpu import GPU, MetaAsGPU, PretendedLanes
 from spilled_kernels import SPILLS, kernels_of, spilled_bytes
+from unfinished_products import overwritten
 
 
 def test_the_spilled_bytes_are_those_of_the_compilers_log() -> None:
@@ -25,6 +26,42 @@ ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack si
 
 def test_what_may_spill_is_a_kernel_of_the_package() -> None:
     assert {f"minisgl.kernels.{kernel}" for kernel, _ in SPILLS} <= kernels_of()
+
+
+_STEP = """
+$L__BB0_1:
+	ld.shared.b32 %r1, [%r9];
+	{{ mul.bf16x2 %r2, %r1, %r8; }}
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f1,%f2}}, {{%r2,%r2}}, %rd1, 1, 1, 1;
+	wgmma.commit_group.sync.aligned;
+	{after}
+	@%p1 bra $L__BB0_1;
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "early"),
+    [
+        ("st.shared.b32 [%r2], %r8;", {"%r2"}),
+        ("wgmma.wait_group.sync.aligned 1;", {"%r2"}),
+        ("wgmma.wait_group.sync.aligned 0;", set()),
+        ("mov.b32 {%r7, %r2}, %rd2; wgmma.wait_group.sync.aligned 0;", {"%r2"}),
+    ],
+)
+def test_what_tensor_cores_may_still_read_is_not_written(after: str, early: set[str]) -> None:
+    assert overwritten(_STEP.format(after=after)) == early
+
+
+def test_registers_may_be_written_when_the_product_that_reads_them_is_waited_for() -> None:
+    halves = [
+        line.replace("%r2", f"%r{2 + half}")
+        for half in range(2)
+        for line in _STEP.format(after="wgmma.wait_group.sync.aligned 1;").splitlines()[2:-1]
+    ]
+    lines = ["$L__BB0_1:", *halves, "bra.uni $L__BB0_1;"]
+    assert overwritten("\n".join(lines)) == set()
+    assert overwritten("\n".join(lines).replace("aligned 1;", "aligned 2;")) == {"%r2", "%r3"}
 
 
 # -- the kernels of the package --------------------------------------------------------------------

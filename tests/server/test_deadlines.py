@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,35 @@ async def test_the_clients_of_openai_and_anthropic_can_say_how_long_they_wait() 
                 assert refused.value.status_code == 504
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("code", ["deadline_exceeded", "queue_timeout"])
+async def test_an_answer_in_the_background_is_begun_at_once_and_fails_when_it_is_late(
+    code: str, stream: bool
+) -> None:
+    engine, in_queue = closed(), code == "queue_timeout"
+    async with http_client(engine, max_queue_seconds=SOON if in_queue else None) as client:
+        body = BODIES[RESPONSES] | {"background": True, "stream": stream}
+        for seconds in (0.2, 2, 20):  # so that it begins on any machine
+            timed = body if in_queue else body | {"timeout": seconds}
+            answer = await client.post(RESPONSES, json=timed, timeout=None)
+            if answer.status_code == 200:
+                break
+        if stream:
+            begun, *_, failed = [each for each in answer.text.split("\n\n") if each]
+            assert begun.startswith("event: response.created")
+            assert failed.startswith("event: response.failed")
+            response = json.loads(failed.partition("data: ")[2])["response"]
+        else:
+            response = answer.json()
+            assert response["status"] == "queued"
+        while response["status"] in ("queued", "in_progress"):
+            response = (await client.get(f"{RESPONSES}/{response['id']}")).json()
+        assert response["status"] == "failed"
+        said = "has waited" if in_queue else "as long as its timeout allows"
+        assert said in response["error"]["message"]
+    assert not engine.running
+
+
 @pytest.mark.parametrize("path", [*BODIES])
 async def test_a_stream_that_has_begun_ends_with_an_error_event(tmp_path: Path, path: str) -> None:
     engine = FakeEngine(ends_after=str(tmp_path / "never"))
@@ -128,7 +158,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event(tmp_path: Path, 
 
 
 BAD: list[tuple[dict[str, str], dict[str, Any]]] = [
-    *(({HEADER: given}, {}) for given in ("soon", "0", "-1", "nan", "1e9")),
+    *(({HEADER: given}, {}) for given in ("soon", "0", "-1", "nan", "1e9", "1_000")),
     *(({}, {"timeout": given}) for given in ("soon", 0, -1, 1e9)),
 ]
 

@@ -431,6 +431,33 @@ def test_tokens_of_logprobs_are_named_by_their_ids_on_request(client: openai.Ope
         assert name in top and all(each.startswith("token_id:") for each in top)
 
 
+def test_tokens_that_are_named_have_logprobs_beside_the_likeliest(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
+    ids = [*token_ids(demo, "Hello"), 300, 7, 300]
+    fields = {"temperature": 0, "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{id}" for id in dict.fromkeys(ids)]
+    for top in (None, 2):
+        asked = {} if top is None else {"logprobs": True, "top_logprobs": top}
+        content = chat(client, **fields, **asked).choices[0].logprobs.content
+        found = [[each.token for each in item.top_logprobs] for item in content]
+        assert found[0][: top or 0] == (names[:1] + found[0][1:2] if top else [])
+        for each in found:
+            likeliest = each[: top or 0]
+            assert each == likeliest + [name for name in names if name not in likeliest]
+        chunks = [*chat(client, stream=True, **fields, **asked)]
+        streamed = [
+            item for one in chunks if (held := one.choices[0].logprobs) for item in held.content
+        ]
+        assert streamed == content
+        scored = complete(client, logprobs=top, **fields).choices[0].logprobs
+        for place, item in enumerate(content):
+            own = {each.token: each.logprob for each in item.top_logprobs}
+            assert scored.top_logprobs[place] == pytest.approx(own | {item.token: item.logprob})
+    echoed = complete(client, "Hello", echo=True, max_tokens=1, **fields).choices[0].logprobs
+    assert echoed.top_logprobs[0] is None and names[-1] in echoed.top_logprobs[-1]
+
+
 def test_logprobs_of_a_completion_have_parallel_lists(client: openai.OpenAI) -> None:
     answer = complete(client, temperature=0, logprobs=3)
     scored = answer.choices[0].logprobs
@@ -860,6 +887,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"return_token_ids": 1}, "return_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1.5]}, "logprob_token_ids.0"),
+    ({"logprob_token_ids": [10**6]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 21}, "logprob_token_ids"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
@@ -885,6 +916,7 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": "all"}, "top_logprobs"),
+    ({"logprobs": False, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

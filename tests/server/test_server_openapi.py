@@ -260,13 +260,14 @@ def test_described_bounds_equal_the_enforced_ones(
 def test_the_most_alternatives_are_those_of_the_engine() -> None:
     schemas = describe(ENDPOINTS, with_key=False, max_logprobs=64)["components"]["schemas"]
     found = {
-        (kind, name): option["maximum"]
+        (kind, name): option[limit]
         for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest")
         for name, field in schemas[kind]["properties"].items()
         for option in field.get("anyOf", ())
-        if name in NUM_LOGPROBS and "maximum" in option
+        for limit in option.keys() & {"maximum", "maxItems"}
+        if name in (*NUM_LOGPROBS, "logprob_token_ids")
     }
-    assert len(found) == 5 and {*found.values()} == {64}
+    assert len(found) == 7 and {*found.values()} == {64}
 
 
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])

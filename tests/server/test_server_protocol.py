@@ -177,6 +177,8 @@ def test_a_constraint_by_an_older_name_is_refused_with_the_name_of_today(
         ),
         (b'{"prompt": "a", "logprobs": 129}', "logprobs: must be at most 128."),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: must be at least 0."),
+        (b'{"prompt": "a", "timeout": 0}', "timeout: must be more than 0."),
+        (b'{"prompt": "a", "timeout": 604801}', "timeout: must be at most 604800."),
         (b'{"prompt": "a", "stop": ""}', "stop: must not be empty."),
         (
             b'{"prompt": "a", "stop": ["%s"]}' % (b"x" * 257),
@@ -329,6 +331,7 @@ def test_the_number_of_logprobs_of_an_answer_is_limited() -> None:
     params = SamplingParams(logprobs=20, prompt_logprobs=20)
     assert scored_room(SamplingParams(), 10**9, 1024) == MAX_INTEGER
     assert scored_room(SamplingParams(logprobs=0), 10**9, 4) == MAX_SCORES // 4
+    assert scored_room(SamplingParams(logprob_token_ids=[1, 2, 3]), 9, 1) == MAX_SCORES // 4
     assert scored_room(params, 1000, 10) == (MAX_SCORES - 21_000) // 210
     assert scored_room(SamplingParams(prompt_logprobs=1), MAX_SCORES // 2, 1) == MAX_INTEGER
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_SCORES} .* 1050000") as caught:

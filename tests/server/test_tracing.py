@@ -194,6 +194,16 @@ def test_without_a_place_for_them_there_are_no_spans(environment: dict[str, str]
     assert tracing_of(environment) is None
 
 
+@pytest.mark.parametrize("exporter", ["", "otlp", "console,otlp"])
+def test_an_endpoint_is_enough_for_spans(exporter: str) -> None:
+    """An empty variable is one that is not set, as OpenTelemetry says."""
+    tracing = tracing_of(
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": exporter}
+    )
+    assert tracing is not None
+    tracing.end()
+
+
 def test_without_the_package_a_variable_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

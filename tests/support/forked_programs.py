@@ -217,7 +217,9 @@ def _run(
         os.dup2(file.number, number)
     for number in {file.number for file in files}:
         os.close(number)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    coding = environment.get("PYTHONIOENCODING")
+    sys.stdin = os.fdopen(0, encoding=coding, closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding=coding, closefd=False)
     gc.freeze()  # what is there already: a benchmark collects what it has not made
     os.environ.clear()
     os.environ.update(environment)

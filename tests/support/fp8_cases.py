@@ -1,4 +1,4 @@
-"""Rows and weights in FP8, and the arithmetic of their products in torch."""
+"""Rows and weights in FP8 and INT8, and the arithmetic of their products in torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,28 @@ def expected_rows(
     return x8, scale[:, 0] if group is None else scale
 
 
-def weights(n: int, k: int, block: tuple[int, int] | None, device: torch.device) -> Fp8Weights:
+def expected_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x8 and its scales: of each row, by which its largest is 127."""
+    largest = x.float().abs().amax(1)
+    scale = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 127))
+    return (x.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def weights(
+    n: int,
+    k: int,
+    block: tuple[int, int] | None,
+    device: torch.device,
+    dtype: torch.dtype = E4M3,
+) -> Fp8Weights:
     """Random ones, with scales of very different sizes, one of which is 0."""
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     scale = torch.exp2(torch.randint(-12, -4, shape, device=device)) * torch.rand(
         shape, device=device
     )
     scale.view(-1)[-1] = 0
-    data = (torch.randn(n, k, device=device) * 100).clamp(-448, 448).to(E4M3)
+    most = 448 if dtype == E4M3 else 127
+    data = (torch.randn(n, k, device=device) * 100).clamp(-most, most).to(dtype)
     return Fp8Weights(data, scale, block)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the kernels for experts in FP8, for the interpreter and for a GPU."""
+"""Checks of the kernels for experts in FP8 and INT8, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def random_experts(
     blocks: Blocks,
     activations: Activations,
     device: torch.device,
+    stored: torch.dtype = E4M3,
 ) -> Fp8Experts:
     gate_up, down = blocks or (None, None)
 
@@ -38,8 +39,8 @@ def random_experts(
         return typical * (0.5 + torch.rand(num_experts, device=device))
 
     return Fp8Experts(
-        _weights(num_experts, 2 * size, hidden_size, gate_up, device),
-        _weights(num_experts, hidden_size, size, down, device),
+        _weights(num_experts, 2 * size, hidden_size, gate_up, device, stored),
+        _weights(num_experts, hidden_size, size, down, device, stored),
         activations=activations,
         input_scales=InputScales(scales(0.02), scales(0.01))
         if activations == Activations.STATIC
@@ -48,11 +49,17 @@ def random_experts(
 
 
 def _weights(
-    num_experts: int, n: int, k: int, block: tuple[int, int] | None, device: torch.device
+    num_experts: int,
+    n: int,
+    k: int,
+    block: tuple[int, int] | None,
+    device: torch.device,
+    stored: torch.dtype,
 ) -> Fp8Weights:
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     scale = (0.3 + torch.rand(num_experts, *shape, device=device)) / (100 * k**0.5)
-    data = (torch.randn(num_experts, n, k, device=device) * 100).clamp(-448, 448).to(E4M3)
+    most = 448 if stored == E4M3 else 127
+    data = (torch.randn(num_experts, n, k, device=device) * 100).clamp(-most, most).to(stored)
     return Fp8Weights(data, scale, block)
 
 
@@ -78,11 +85,12 @@ def check(
     device: torch.device,
     pdl: bool,
     gelu: bool = False,
+    stored: torch.dtype = E4M3,
 ) -> None:
     """Every way gives what the reference gives, a row alone the same bits, and added to a stream
     the rounded sum."""
     routing = Routing(top_k, normalize=True)
-    experts = random_experts(num_experts, hidden_size, size, blocks, activations, device)
+    experts = random_experts(num_experts, hidden_size, size, blocks, activations, device, stored)
     experts.gelu = gelu
     scales = (1 + torch.rand(num_experts, device=device)).to(dtype) if gelu else None
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
@@ -114,10 +122,17 @@ def check(
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))
 
 
-def check_nan(blocks: Blocks, activations: Activations, *, device: torch.device, pdl: bool) -> None:
+def check_nan(
+    blocks: Blocks,
+    activations: Activations,
+    *,
+    device: torch.device,
+    pdl: bool,
+    stored: torch.dtype = E4M3,
+) -> None:
     """A row of NaN, in x or in the logits, changes no other row."""
     routing = Routing(2, normalize=True)
-    experts = random_experts(4, 128, 64, blocks, activations, device)
+    experts = random_experts(4, 128, 64, blocks, activations, device, stored)
     x, logits = torch.randn(3, 128, device=device), torch.randn(3, 4, device=device)
     clean = [
         fused_experts(x, ByRouter(logits, routing), experts, tiles=how, pdl=pdl)[0]

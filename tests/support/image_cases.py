@@ -23,6 +23,7 @@ from support.parity import NOISE, load_engine
 from support.state_cases import EXPERTS, HYBRID
 from torch import Tensor
 
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import EngineStats
 from minisgl.images.picture import Picture, Span, with_pictures
@@ -31,8 +32,11 @@ from minisgl.models import lfm2, qwen3_5, qwen_vl
 from minisgl.models.adopted.proof import give_teeth
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import read_model_config
+from minisgl.models.towers.sight import Sight
+from minisgl.models.towers.tower import Tower, _skeleton, load_tower
 from minisgl.parts.images.host import Pictured
 from minisgl.request import Extra, Request, SamplingParams
+from minisgl.runner.setup import read_setup
 
 FOLDER = TemporaryDirectory()
 atexit.register(FOLDER.cleanup)
@@ -307,6 +311,16 @@ def _kinds_of(reference: Any) -> set[str]:
     """The arguments by which a model is told rows from text."""
     takes = inspect.signature(reference.forward).parameters
     return {"token_type_ids", "mm_token_type_ids"} & takes.keys()
+
+
+def tower_of(architecture: str, device: str = "cpu") -> Tower:
+    """The tower of a case in float32; on "meta" without its weights."""
+    folder, where = image_case(architecture).folder, torch.device(device)
+    sight = read_setup(EngineConfig(model=str(folder), device="cpu", dtype="float32")).sight
+    assert isinstance(sight, Sight)
+    if device == "meta":
+        return Tower(_skeleton(sight, torch.float32, where)[0], torch.float32, where)
+    return load_tower(sight, folder, dtype=torch.float32, device=where, load_format="auto")
 
 
 @cache

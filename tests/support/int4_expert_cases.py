@@ -66,8 +66,9 @@ def check(
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     choice, first = ByRouter(logits, routing, scales), ByRouter(logits[:1], routing, scales)
     wanted = experts.reference(x, choice)
-    for rows_of_tiles in (num_rows, 5000):
-        how = choose_tiles(rows_of_tiles, experts, routing.top_k, dtype, tuning_of(device))
+    tuning = tuning_of(device)
+    hows = [choose_tiles(rows, experts, routing.top_k, dtype, tuning) for rows in (num_rows, 5000)]
+    for how in dict.fromkeys(hows):
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)

@@ -5,7 +5,8 @@ bfloat16 cut off what it does not hold. It multiplies matrices of bfloat16 as if
 integers. Its fused products are rounded before the sum. It keeps the type of two numbers for what
 comparing them gives, which as a mask Triton 3.9 then refuses. It warns of values that a GPU passes
 over, such as infinity less itself. It wraps every function of triton.language anew whenever a
-kernel calls a function, and looks for overflows of integers without reporting any.
+kernel calls a function, looks for overflows of integers without reporting any, and derives what the
+type of a value says of it, such as its shape, anew for each value.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ _DTYPES = {
 
 def mend(setattr: Callable[[object, str, object], None]) -> None:
     """Replaces what the interpreter does wrong or slowly. `setattr` is that of a MonkeyPatch."""
+    from triton.language import core
     from triton.runtime import interpreter
 
+    setattr(core.block_type, "__init__", _remembering_shapes(core.block_type.__init__))
+    setattr(core.tensor, "__init__", _creating_tensors())
+    setattr(core, "_unwrap_if_constexpr", _unwrapping(core._unwrap_if_constexpr))
+    setattr(interpreter, "_get_np_dtype", _remembering_dtypes(interpreter._get_np_dtype))
     setattr(interpreter, "_convert_float", _converting(interpreter._convert_float))
     setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
     plain = interpreter.InterpreterBuilder.create_dot
@@ -71,6 +77,66 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     nearest_is_even = total.view(np.int64) & 1 == 0
     other = np.nextafter(total, np.copysign(np.inf, error))
     return np.where((np.abs(error) > 0) & nearest_is_even, other, total).astype(z.dtype)
+
+
+def _remembering_shapes(plain: Callable[..., None]) -> Callable[..., None]:
+    """Gives blocks of one shape and element type the attributes of the first, and `constants`: the
+    shape and the number of elements of tensors of that type."""
+    from triton.language import core
+
+    constant = core.constexpr
+    known: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
+
+    def create(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = getattr(shape, "values", shape)
+        key = tuple([each.value if type(each) is constant else each for each in sizes])
+        found = known.get((key, element_ty.name))
+        if found is None:
+            plain(self, element_ty, shape)
+            constants = core.tuple([core.constexpr(size) for size in key])
+            self.constants = constants, core.constexpr(self.numel)
+            known[key, element_ty.name] = {**vars(self)}
+        else:
+            vars(self).update(found, element_ty=element_ty)
+
+    return create
+
+
+def _creating_tensors() -> Callable[..., None]:
+    """Creates a tensor with the `constants` of its type."""
+    from triton.language import core
+
+    of_scalars = core.tuple([]), core.constexpr(1)
+
+    def create(self: Any, handle: object, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.constants if type.is_block() else of_scalars
+
+    return create
+
+
+def _unwrapping(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Takes what is no constant and holds none as it is, at once."""
+    from triton.language import core
+
+    single = {int, float, bool, type(None), core.tensor, core.dtype, core.block_type}
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in single else plain(value)
+
+    return unwrap
+
+
+def _remembering_dtypes(plain: Callable[[Any], object]) -> Callable[[Any], object]:
+    known: dict[str, object] = {}
+
+    def find(type: Any) -> object:
+        name = type.scalar.name
+        if name not in known:
+            known[name] = plain(type)
+        return known[name]
+
+    return find
 
 
 def _create_fma(builder: object, x: Any, y: Any, z: Any) -> object:

@@ -87,8 +87,9 @@ def check(
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     choice, first = ByRouter(logits, routing), ByRouter(logits[:1], routing)
     wanted = experts.reference(x, choice)
-    for rows_of_tiles in (1, num_rows, 5000):
-        how = choose_tiles(rows_of_tiles, experts, top_k, dtype, tuning_of(device))
+    tuning = tuning_of(device)
+    hows = [choose_tiles(rows, experts, top_k, dtype, tuning) for rows in (1, num_rows, 5000)]
+    for how in dict.fromkeys(hows):
         out, squares = fused_experts(x, choice, experts, tiles=how, pdl=pdl)
         assert squares is None and out.dtype == dtype
         error = (out - wanted).double().norm(dim=1) / wanted.double().norm(dim=1)

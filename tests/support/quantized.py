@@ -49,7 +49,7 @@ class Packed:
 class Format:
     config: Mapping[str, Any]  # quantization_config
     pack: Callable[[Tensor], Packed]
-    rounds: str | None = None  # how x is rounded: token, group, static; None: not at all
+    rounds: str | None = None  # how x is rounded: token, group, static, int8; None: not at all
 
 
 # -- FP8 ------------------------------------------------------------------------------------------
@@ -86,6 +86,26 @@ def pack_fp8_rows(w: Tensor) -> Packed:
     scale = w.abs().amax(1, keepdim=True) / 448
     q = (w / scale).clamp(-448, 448).to(E4M3)
     return Packed({"weight": q, "weight_scale": scale}, q.float() * scale)
+
+
+# -- INT8 -----------------------------------------------------------------------------------------
+
+
+def pack_int8(w: Tensor) -> Packed:
+    scale = (w.abs().amax(1, keepdim=True) / 127).bfloat16()
+    q = (w / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return Packed({"weight": q, "weight_scale": scale}, q.float() * scale.float())
+
+
+def int8() -> Format:
+    """As RedHat publishes them."""
+    config = QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme("W8A8", ["Linear"])},
+        format="int-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head", "re:.*mlp.gate$"],
+    )
+    return Format(config.model_dump(mode="json"), pack_int8, "int8")
 
 
 # -- INT4 -----------------------------------------------------------------------------------------
@@ -271,6 +291,7 @@ FORMATS: dict[str, Format] = {
     "ct-fp8-static": compressed("FP8"),
     "ct-fp8-block": compressed("FP8_BLOCK"),
     "ct-fp8-weights": compressed("FP8_BLOCK", weights_alone=True),
+    "ct-int8": int8(),
     "ct-int4": compressed("W4A16"),
     "ct-int4-64": compressed("W4A16", group_size=64, actorder="static"),
     "ct-int4-zeros": compressed("W4A16_ASYM"),
@@ -354,14 +375,22 @@ def load_plain(case: Quantized) -> PreTrainedModel:
     return model
 
 
-def round_inputs(case: Quantized, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make transformers round the inputs of the quantised linear maps as the format says."""
+def round_inputs(
+    case: Quantized, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ranks: int = 1
+) -> None:
+    """Make transformers round the inputs of the quantised linear maps as the format says, where
+    each of the ranks rounds those that it has."""
     if case.format.rounds is None:
         return
     scales = {
         weight.untyped_storage().data_ptr(): input_scale(case, name.removesuffix(".weight"))
         for name, weight in model.named_parameters()
         if "_proj" in name and not name.endswith("bias")
+    }
+    divided = {
+        weight.untyped_storage().data_ptr()
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight").endswith(("o_proj", "down_proj", "out_proj"))
     }
     linear = F.linear
 
@@ -371,7 +400,8 @@ def round_inputs(case: Quantized, model: PreTrainedModel, monkeypatch: pytest.Mo
             static = scales[at]
             if static is not None:  # of experts, which are one parameter, each has its own
                 static = static.flatten()[weight.storage_offset() // weight.numel()]
-            x = round_x(x, case.format.rounds, static)
+            parts = x.chunk(ranks if at in divided else 1, dim=-1)
+            x = torch.cat([round_x(part, case.format.rounds, static) for part in parts], dim=-1)
         return linear(x, weight, bias)
 
     monkeypatch.setattr(F, "linear", rounding)
@@ -403,7 +433,9 @@ def round_x(x: Tensor, rounds: str | None, static: Tensor | None) -> Tensor:
     width = 128 if rounds == "group" else x.shape[-1]
     parts = []
     for part in x.split(width, dim=-1):
-        scale = part.abs().amax(-1, keepdim=True) / 448
+        scale = part.abs().amax(-1, keepdim=True) / (127 if rounds == "int8" else 448)
         scale[scale == 0] = 1
-        parts.append((part / scale).clamp(-448, 448).to(E4M3).float() * scale)
+        steps = part / scale
+        steps = steps.round() if rounds == "int8" else steps.clamp(-448, 448).to(E4M3).float()
+        parts.append(steps * scale)
     return torch.cat(parts, dim=-1)

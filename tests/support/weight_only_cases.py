@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from support.mxfp4_checkpoints import NUMBERS
@@ -106,7 +108,7 @@ class GivenWords(WeightOnlyProduct):
     """A product of given words, made for x of `dtype`."""
 
     def __init__(self, words: WeightWords, dtype: torch.dtype, bias: Tensor | None = None) -> None:
-        super().__init__(bias)
+        super().__init__(cast(Any, words), bias)
         self.given, self.dtype = words, dtype
 
     @property

@@ -1,9 +1,11 @@
-"""Rounding of activations to FP8 (e4m3) in Triton, alone or in the kernel that computes them.
+"""Rounding of activations to FP8 (e4m3) or INT8 in Triton, alone or in the kernel that computes
+them.
 
 A row's scale s is the largest magnitude in it / 448, of a group of columns the largest in the
 group, and 1 if all are 0; or it is given (static). The row becomes e4m3(clamp(x / s, ±448)), where
 x is what the kernels of norm.py and activation.py would have written, rounded as they round it. A
-row gets the same bits whatever the other rows and their number: its sums are one program's.
+row gets the same bits whatever the other rows and their number: its sums are one program's. In INT8
+the largest is 127, and a row with a NaN has an infinite scale, since integers have no NaN.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ def quantize(
     group: int | None = None,
     static: Tensor | None = None,
     *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     gated: bool = False,
     gelu: bool = False,
     pdl: bool = True,
@@ -36,11 +39,12 @@ def quantize(
     """x: [m, k], its rows contiguous; or gated_mul(x, gelu) if `gated`, of x [m, 2 · k].
 
     group: columns that share a scale, a power of two up to 1024; or static: [1] float32, the scale
-    of all; or neither: each row has one. `pdl`: see launch_options.py.
+    of all; or neither: each row has one. dtype: of the numbers, e4m3; or int8, where rows have
+    scales. `pdl`: see launch_options.py.
     """
     assert x.stride(1) == 1
     num_rows, size = len(x), x.shape[1] // (2 if gated else 1)
-    out = _allocate(num_rows, size, group, x)
+    out = _allocate(num_rows, size, group, dtype, x)
     if num_rows == 0:
         return out
     # The scale of a whole row takes a program that has all of it, or a launch that finds it first.
@@ -57,7 +61,15 @@ def quantize(
     if spread:
         parts = torch.empty((num_rows, across), dtype=torch.float32, device=x.device)
         _largest_of_parts[grid](
-            parts, x, x.stride(0), size=size, columns=columns, gated=gated, gelu=gelu, **options
+            parts,
+            x,
+            x.stride(0),
+            size=size,
+            columns=columns,
+            gated=gated,
+            gelu=gelu,
+            nan_counts=dtype == torch.int8,
+            **options,
         )
     _quantize_rows[grid](
         out.data,
@@ -86,13 +98,14 @@ def rms_norm_quantize(
     group: int | None = None,
     static: Tensor | None = None,
     *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
     pdl: bool = True,
 ) -> Fp8Rows:
-    """quantize(rms_norm(residual, weight, eps), group, static), or with a delta the same of
-    add_rms_norm; then `residual` receives the sum. Both contiguous."""
+    """quantize(rms_norm(residual, weight, eps), group, static, dtype=dtype), or with a delta the
+    same of add_rms_norm; then `residual` receives the sum. Both contiguous."""
     assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
     num_rows, size = residual.shape
-    out = _allocate(num_rows, size, group, residual)
+    out = _allocate(num_rows, size, group, dtype, residual)
     if num_rows == 0:
         return out
     _norm_and_quantize_rows[(num_rows,)](
@@ -114,9 +127,11 @@ def rms_norm_quantize(
     return out
 
 
-def _allocate(num_rows: int, size: int, group: int | None, like: Tensor) -> Fp8Rows:
+def _allocate(
+    num_rows: int, size: int, group: int | None, dtype: torch.dtype, like: Tensor
+) -> Fp8Rows:
     rows, device = room(num_rows), like.device
-    data = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=device)
+    data = torch.empty((rows, size), dtype=dtype, device=device)
     groups = 1 if group is None else triton.cdiv(size, group)
     scale = torch.empty((groups, rows), dtype=torch.float32, device=device)[:, :num_rows]
     return Fp8Rows(data[:num_rows], scale[0] if group is None else scale.T, like.dtype)
@@ -141,6 +156,7 @@ def _largest_of_parts(
     columns: tl.constexpr,
     gated: tl.constexpr,
     gelu: tl.constexpr,
+    nan_counts: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """The largest magnitude in each `columns` of a row."""
@@ -150,7 +166,7 @@ def _largest_of_parts(
     inlined.wait_for_previous(pdl)
 
     found = _load(x + row * x_stride, column, size, gated, gelu)
-    tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
+    tl.store(parts + tl.program_id(0), tl.max(_magnitude(found, nan_counts)))
 
 
 @triton.jit
@@ -179,6 +195,7 @@ def _quantize_rows(
     x += row * x_stride
     inlined.wait_for_previous(pdl)
 
+    nan_counts: tl.constexpr = out.dtype.element_ty == tl.int8
     loaded, largest = (), 0.0
     for i in tl.static_range(pieces):
         loaded += (_load(x, lane + i * columns, size, gated, gelu),)
@@ -188,7 +205,7 @@ def _quantize_rows(
         largest = tl.max(found)
     elif static is None and group == 0:
         for i in tl.static_range(pieces):
-            largest = tl.maximum(largest, tl.max(tl.abs(loaded[i].to(tl.float32))))
+            largest = tl.maximum(largest, tl.max(_magnitude(loaded[i], nan_counts)))
     for i in tl.static_range(pieces):
         start = first + i * columns
         _write(
@@ -214,6 +231,7 @@ def _norm_and_quantize_rows(
     pdl: tl.constexpr,
 ):
     """A row a program, held in registers as `pieces` times `columns`."""
+    nan_counts: tl.constexpr = out.dtype.element_ty == tl.int8
     factors, loaded, normed = (), (), ()
     for i in tl.static_range(pieces):
         column = i * columns + tl.arange(0, columns)
@@ -239,7 +257,7 @@ def _norm_and_quantize_rows(
         if delta is not None:
             tl.store(residual + column, loaded[i], mask=column < size)
         normed += (apply_norm(loaded[i], by, factors[i]),)
-        largest = tl.maximum(largest, tl.abs(normed[i].to(tl.float32)))
+        largest = tl.maximum(largest, _magnitude(normed[i], nan_counts))
     if static is None and group == 0:
         largest = tl.max(largest)
     for i in tl.static_range(pieces):
@@ -247,6 +265,13 @@ def _norm_and_quantize_rows(
             out, scales, normed[i], largest, static, row, i * columns, scale_stride,
             size, group, columns,
         )  # fmt: skip
+
+
+@triton.jit
+def _magnitude(x, nan_counts: tl.constexpr):
+    """|x|, and infinity for NaN if that counts."""
+    found = tl.abs(x.to(tl.float32))
+    return tl.where(found == found, found, float("inf")) if nan_counts else found
 
 
 @triton.jit
@@ -275,13 +300,13 @@ def _write(
     wide = x.to(tl.float32)
     if group > 0:
         wide = tl.reshape(wide, (columns // group, group))
-        scale = scale_of(tl.max(tl.abs(wide), 1))
+        scale = scale_of(tl.max(tl.abs(wide), 1), 448.0)
         place = first // group + tl.arange(0, columns // group)
         exists = place * group < size
         tl.store(scales + row + place.to(tl.int64) * scale_stride, scale, mask=exists)
         quotient = tl.reshape(_divide(wide, scale[:, None]), (columns,))
     elif static is None:
-        scale = scale_of(largest)
+        scale = scale_of(largest, 127.0 if out.dtype.element_ty == tl.int8 else 448.0)
         if first == 0:
             tl.store(scales + row, scale)
         quotient = _divide(wide, scale)
@@ -290,12 +315,15 @@ def _write(
         if first == 0:
             tl.store(scales + row, scale)
         quotient = _divide_static(wide, scale)
-    tl.store(out + row * size + column, quotient.to(tl.float8e4nv), mask=column < size)
+    if out.dtype.element_ty == tl.int8:
+        quotient = (quotient + 12582912.0) - 12582912.0  # 1.5 · 2^23: leaves integers
+    tl.store(out + row * size + column, quotient.to(out.dtype.element_ty), mask=column < size)
 
 
 @triton.jit
-def scale_of(largest):
-    return tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
+def scale_of(largest, stored):
+    """The scale by which the largest of some numbers becomes `stored`."""
+    return tl.where(largest == 0, 1.0, tl.div_rn(largest, stored))
 
 
 @triton.jit

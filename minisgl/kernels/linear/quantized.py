@@ -3,8 +3,8 @@
 FP8: W is e4m3 numbers times a scale of each row, or of each block. Where x is rounded, too, it is
 x8 · s with s = max|x| / 448 over a row, or over the columns of a row that meet one block, or a
 constant; x8 is round-to-nearest-even of x / s in e4m3. This depends on a row alone, never on the
-number of rows. INT4: W is (q - zero) · scale, with a scale (and zero) of each group of a row's
-columns; x is never rounded.
+number of rows. INT8: the same of integers and scales of rows, with 127 in the place of 448. INT4: W
+is (q - zero) · scale, with a scale (and zero) of each group of a row's columns; x is never rounded.
 
 The functions here compute with float32 sums on any device; they are the CPU path, and the reference
 of the kernels. The result is rounded once, to the dtype of x.
@@ -26,9 +26,9 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.rows import Rows
 
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0  # e4m3 has no infinity
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # e4m3 has no infinity
 CHUNK = 64  # columns of INT4 weights whose order in memory is that of `pack_int4`
-_RANDOM_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
+_LARGEST_STDS = 7  # of random numbers: more saturates
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -71,16 +71,18 @@ class QuantizedWeights(ExpertMatrices, Protocol):
 class Fp8Weights(NamedTuple):
     """A matrix, or with a leading dimension one of each expert."""
 
-    data: Tensor  # [..., n, k] e4m3
+    data: Tensor  # [..., n, k] e4m3, or int8: INT8 weights, without blocks
     scale: Tensor  # float32: [..., n], or with blocks [..., ⌈n / rows⌉, ⌈k / columns⌉]
     block: tuple[int, int] | None = None  # rows and columns of a block
 
     @staticmethod
-    def allocate(*shape: int, block: tuple[int, int] | None) -> Fp8Weights:
+    def allocate(
+        *shape: int, block: tuple[int, int] | None, dtype: torch.dtype = E4M3
+    ) -> Fp8Weights:
         """Uninitialised weights [..., n, k], on torch's default device."""
         *leading, n, k = shape
         scales = [n] if block is None else [-(-n // block[0]), -(-k // block[1])]
-        data = torch.empty(shape, dtype=E4M3)
+        data = torch.empty(shape, dtype=dtype)
         return Fp8Weights(data, torch.empty([*leading, *scales], dtype=torch.float32), block)
 
     @property
@@ -110,10 +112,11 @@ class Fp8Weights(NamedTuple):
         return self.data.float() * scale
 
     def fill_randomly(self, std: float, generator: torch.Generator) -> None:
+        scale = _LARGEST_STDS / LARGEST[self.data.dtype]
         for matrix in self.data if self.data.dim() == 3 else [self.data]:
             numbers = torch.randn(matrix.shape, generator=generator, device=matrix.device)
-            matrix.copy_((_RANDOM_STD * numbers).clamp(-E4M3_MAX, E4M3_MAX))
-        self.scale.fill_(std / _RANDOM_STD)
+            matrix.copy_(quantize_static(numbers, torch.tensor(scale), self.data.dtype))
+        self.scale.fill_(std * scale)
 
 
 class Int4Weights(NamedTuple):
@@ -199,37 +202,44 @@ def unpack_int4(data: Tensor) -> Tensor:
 # -- rounding -------------------------------------------------------------------------------------
 
 
-def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """x as e4m3 numbers with a scale of each row, or of every `group` columns of each row.
+def quantize_rows(
+    x: Tensor, group: int | None = None, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, Tensor]:
+    """x as numbers of `dtype` with a scale of each row, or of every `group` columns of each row.
 
     x: [..., k] of any floating dtype. Returns x8 [..., k] and the scales, float32: [...], or
     [..., ⌈k / group⌉]. Zeros have the scale 1, and a NaN makes NaN of all that share its scale.
     """
     k = x.shape[-1]
     groups = F.pad(x.float(), (0, -k % (group or k))).unflatten(-1, (-1, group or k))
-    scale = _scale(groups.abs().amax(-1))
-    x8 = quantize_static(groups, scale[..., None]).flatten(-2)[..., :k]
+    scale = _scale(groups.abs().amax(-1), LARGEST[dtype])
+    x8 = quantize_static(groups, scale[..., None], dtype).flatten(-2)[..., :k]
     return x8, scale if group else scale[..., 0]
 
 
-def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 numbers that times scale are x, rounded to nearest even and saturated."""
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+def quantize_static(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """Numbers of `dtype` that times scale are x, rounded to nearest even and saturated."""
+    steps = (x.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (steps if dtype.is_floating_point else steps.round()).to(dtype)
 
 
-def _scale(largest: Tensor) -> Tensor:
+def _scale(largest: Tensor, stored: float) -> Tensor:
     # By a number instead of a tensor, torch does not divide on a GPU: it multiplies with the
     # reciprocal, which rounds in another way.
-    scale = largest / torch.full_like(largest, E4M3_MAX)
+    scale = largest / torch.full_like(largest, stored)
     return torch.where(largest == 0, 1.0, scale)
 
 
 def rounded(
-    x: Tensor, activations: Activations, group: int | None, input_scale: Tensor | None
+    x: Tensor,
+    activations: Activations,
+    group: int | None,
+    input_scale: Tensor | None,
+    dtype: torch.dtype = E4M3,
 ) -> Tensor:
     """What a product computes with in the place of x: float32, of x's shape.
 
-    group: columns of a block of weights. input_scale: float32, one number.
+    group: columns of a block of weights. input_scale: float32, one number, for e4m3.
     """
     if activations == Activations.NONE:
         return x.float()
@@ -238,7 +248,7 @@ def rounded(
         return quantize_static(x, input_scale).float() * input_scale
     if activations == Activations.TOKEN or group is None:
         group = x.shape[-1]
-    x8, scale = quantize_rows(x, group)
+    x8, scale = quantize_rows(x, group, dtype)
     return x8.float() * scale.repeat_interleave(group, dim=-1)[..., : x.shape[-1]]
 
 
@@ -272,7 +282,7 @@ class QuantizedProduct(Product):
 
 
 class Fp8Product(QuantizedProduct):
-    """W [n, k] in FP8, and x rounded as `activations` says."""
+    """W [n, k] in FP8 or INT8, and x rounded to the same as `activations` says."""
 
     weight: Fp8Weights
 
@@ -289,7 +299,8 @@ class Fp8Product(QuantizedProduct):
         self.input_scale = input_scale
 
     def rounded(self, x: Tensor) -> Tensor:
-        return rounded(x, self.activations, self.weight.group, self.input_scale)
+        weight = self.weight
+        return rounded(x, self.activations, weight.group, self.input_scale, weight.data.dtype)
 
 
 class Int4Product(QuantizedProduct):

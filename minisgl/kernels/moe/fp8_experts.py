@@ -1,5 +1,5 @@
-"""The GEMMs of experts in FP8, on FP8 tensor cores: their inputs are rounded to e4m3, in a launch
-before each."""
+"""The GEMMs of experts in FP8 or INT8, on tensor cores: their inputs are rounded to the same, in a
+launch before each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from minisgl.kernels.elementwise.quantize import quantize, round_to_fp8
 from minisgl.kernels.fp8_rows import Fp8Rows
 from minisgl.kernels.inlined import wait_for_previous
 from minisgl.kernels.launch_options import pdl_options, warps_for
-from minisgl.kernels.linear.fp8.fp8_kernel import down, scale_row
+from minisgl.kernels.linear.fp8.fp8_gemm import exact_k
+from minisgl.kernels.linear.fp8.fp8_kernel import add_product, down, no_sums, scale_row
 from minisgl.kernels.linear.gemm_parts import load
 from minisgl.kernels.moe.many_rows import Listed, PairGemm, store_outputs
 from minisgl.kernels.moe.quantized_experts import Fp8Experts
 from minisgl.kernels.moe.reference import Chosen
-
-_EXACT_K = 128  # products that the tensor cores add up by themselves
 
 
 def _round_pairs(source: Tensor, chosen: Tensor, static: Tensor, *, pdl: bool) -> Fp8Rows:
@@ -54,7 +53,7 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         rows = _round_pairs(gemm.source, choice.experts, static, pdl=gemm.pdl)
     else:
         group = weight.group if experts.activations == Activations.GROUP else None
-        rows = quantize(gemm.source, group, pdl=gemm.pdl)
+        rows = quantize(gemm.source, group, dtype=weight.data.dtype, pdl=gemm.pdl)
     tiles, num_inputs = gemm.tiles, gemm.source.shape[1]
     if gemm.delta is not None and tiles.block_m >= 128:  # else registers are spilled
         tiles = replace(tiles, num_warps=8)
@@ -73,7 +72,7 @@ def multiply_fp8(experts: Fp8Experts, choice: Chosen, pairs: Listed, gemm: PairG
         places=tiles.places,
         gelu=gemm.gated and experts.gelu,
         scale_rows=0 if weight.block is None else weight.block[0],
-        exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
+        exact_k=exact_k(weight.data, tiles.block_k),
         whole_k=num_inputs % tiles.block_k == 0 and tiles.block_k >= 32,
         stages=tiles.num_stages,
         **gemm.numbers,
@@ -166,8 +165,8 @@ def _expert_product(
         pair = tl.load(lists + member, mask=inside, other=0)
         row = pair // shared
         x_place = row.to(tl.int64)[:, None] * num_inputs + columns
-        total = tl.zeros([block_n, block_m], tl.float32)
-        up_total = tl.zeros([block_n, block_m], tl.float32)
+        total = no_sums(weight, block_n, block_m)
+        up_total = no_sums(weight, block_n, block_m)
         if scale_rows > 0:
             by_w = tl.load(w_scale)
             by_up = tl.load(up_scale) if gated else by_w
@@ -187,14 +186,14 @@ def _expert_product(
                     up_total += tl.dot(up, x) * (down(by_up) * by_x)
                     by_up = tl.load(up_scale + ahead)
             else:
-                total = tl.dot(w, x, total, max_num_imprecise_acc=exact_k)
+                total = add_product(total, w, x, exact_k)
                 if gated:
-                    up_total = tl.dot(up, x, up_total, max_num_imprecise_acc=exact_k)
+                    up_total = add_product(up_total, up, x, exact_k)
         if scale_rows == 0:
             by_x = tl.load(source_scale + row)[None, :]
-            total *= tl.load(w_scale)[:, None] * by_x
+            total = total.to(tl.float32) * (tl.load(w_scale)[:, None] * by_x)
             if gated:
-                up_total *= tl.load(up_scale)[:, None] * by_x
+                up_total = up_total.to(tl.float32) * (tl.load(up_scale)[:, None] * by_x)
         store_outputs(
             target, weights, total, up_total, pair, inside, output, num_outputs, gated,
             gelu=gelu, delta=delta, expert=expert,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.inlined import finished_sums, wait_for_previous
 from minisgl.kernels.linear import nvfp4
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
@@ -32,6 +32,10 @@ from minisgl.kernels.moe.routing import clamp_options, expert_places, weights_of
 
 # Up to so many rows of x in a tile, each warp multiplies another chunk of k.
 FEW_MEMBERS = 16
+# From so many on, an expert's pairs that fill no more than half of a tile take one of half the size
+# in the first product: what is multiplied beyond them costs as much as they do. The second product
+# would have so many registers that fewer of its programs run at once.
+HALVED_MEMBERS = 64
 
 Experts = Mxfp4Experts | Nvfp4Experts
 
@@ -44,6 +48,7 @@ def multiply_e2m1(experts: Experts, choice: Chosen, pairs: Listed, gemm: PairGem
         *pairs,
         gemm.delta,
         places=gemm.tiles.places,
+        halves=gemm.gated and gemm.tiles.block_m >= HALVED_MEMBERS,
         **_numbers_of(experts, gemm),
     )
 
@@ -89,6 +94,7 @@ def _numbers_of(experts: Experts, gemm: PairGemm) -> dict[str, Any]:
         "shared": gemm.shared,
         "lanes": lanes,
         "stages": tiles.num_stages,
+        "on_gpu": gemm.source.is_cuda,
         "packed": gemm.source.is_cuda and gemm.source.dtype == torch.bfloat16,
         "group": mxfp4.BLOCK if isinstance(experts, Mxfp4Experts) else nvfp4.BLOCK,
         "gelu": gemm.gated and experts.gelu,
@@ -113,6 +119,7 @@ def _expert_product(
     num_inputs: tl.constexpr,
     shared: tl.constexpr,
     places: tl.constexpr,
+    halves: tl.constexpr,
     gated: tl.constexpr,
     limit: tl.constexpr,
     alpha: tl.constexpr,
@@ -124,32 +131,78 @@ def _expert_product(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
     `source`. The outputs of the first product are activated if `gated`, those of the second
-    weighted."""
+    weighted. halves: whether few pairs take half of block_m."""
     wait_for_previous(pdl)
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     tile = tl.program_id(0) % across
-    output = tile * block_n + tl.arange(0, block_n)
     if bias is not None:
         bias += expert * (2 * num_outputs if gated else num_outputs)
     count = tl.load(counts + expert)
     lists += expert.to(tl.int64) * num_rows
     for first in range(place * block_m, count, places * block_m):
-        member = first + tl.arange(0, block_m)
-        inside = member < count
-        pair = tl.load(lists + member, mask=inside, other=0)
-        total, up_total = _multiply(
-            words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
-            num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
-        )  # fmt: skip
-        store_outputs(
-            target, weights, total, up_total, pair, inside, output, num_outputs, gated,
-            bias, limit, alpha, gelu, delta=delta, expert=expert,
-        )  # fmt: skip
+        if halves and count - first <= block_m // 2:
+            _compute_pairs(
+                source, words, scales, factors, bias, target, lists, weights, delta,
+                expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
+                gelu, group, block_n, block_m // 2, block_k, lanes, stages, packed, on_gpu,
+            )  # fmt: skip
+        else:
+            _compute_pairs(
+                source, words, scales, factors, bias, target, lists, weights, delta,
+                expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
+                gelu, group, block_n, block_m, block_k, lanes, stages, packed, on_gpu,
+            )  # fmt: skip
+
+
+@triton.jit
+def _compute_pairs(
+    source,
+    words,
+    scales,
+    factors,
+    bias,
+    target,
+    members,
+    weights,
+    delta,
+    expert,
+    tile,
+    first,
+    count,
+    num_outputs: tl.constexpr,
+    num_inputs: tl.constexpr,
+    shared: tl.constexpr,
+    gated: tl.constexpr,
+    limit: tl.constexpr,
+    alpha: tl.constexpr,
+    gelu: tl.constexpr,
+    group: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    lanes: tl.constexpr,
+    stages: tl.constexpr,
+    packed: tl.constexpr,
+    on_gpu: tl.constexpr,
+):
+    """A tile of outputs of block_m of an expert's `count` pairs, from `first` on."""
+    member = first + tl.arange(0, block_m)
+    inside = member < count
+    pair = tl.load(members + member, mask=inside, other=0)
+    total, up_total = _multiply(
+        words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
+        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed, on_gpu,
+    )  # fmt: skip
+    store_outputs(
+        target, weights, total, up_total, pair, inside, tile * block_n + tl.arange(0, block_n),
+        num_outputs, gated, bias, limit, alpha, gelu, delta=delta, expert=expert,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -182,6 +235,7 @@ def _pair_product(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs of one pair, by a product of which one row of x is that of the pair.
@@ -219,6 +273,7 @@ def _pair_product(
     total, up_total = _multiply(
         words, scales, factors, source, expert, tile, row, tl.arange(0, block_m) == 0,
         num_outputs, num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+        on_gpu,
     )  # fmt: skip
     result = finished(
         total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, gelu, kind
@@ -249,6 +304,7 @@ def _multiply(
     lanes: tl.constexpr,
     stages: tl.constexpr,
     packed: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
     """Rows of one expert's W, a tile of them, times rows `row` of `source` where these are `real`.
 
@@ -303,6 +359,9 @@ def _multiply(
                 up_at = w_at + num_outputs * row_words + chunk * 256
                 w = _tile(up_at, at + num_outputs, there, group, dtype, packed)
                 up_total = _added(w, x, up_total)
+        total = finished_sums(total, on_gpu)
+        if gated:
+            up_total = finished_sums(up_total, on_gpu)
     if not whole:
         total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:

@@ -151,7 +151,7 @@ class CompressedInt4(Int4):
         def zeros(packed: Tensor) -> Tensor:
             return spread(packing.numbers_of(packed.mT, outputs))
 
-        zero_point = ignored((*_INTEGERS, *FLOATS), _check_centred)
+        zero_point = CENTRED
         if weights.zero is not None:
             cut = covering(outputs, PER_INT32), groups
             zero_point = Target(weights.zero, cut, _INT32, storing(zeros))
@@ -279,6 +279,9 @@ def _check_centred(_: Tensor, zero: Tensor) -> None:
         raise CheckpointError("holds zero points, although the config says symmetric: true")
 
 
+CENTRED = ignored((*_INTEGERS, *FLOATS), _check_centred)  # the zero points of a symmetric map
+
+
 # -- configs --------------------------------------------------------------------------------------
 
 
@@ -362,6 +365,6 @@ def _group_size(
     bits_name, name = (
         next((name for name in names if name in given), names[0]) for names in (bits, sizes)
     )
-    fields.require(bits_name, (4,), " for integers: use a 4-bit checkpoint, or an FP8 one")
+    fields.require(bits_name, (4,), " for integers: use a 4-bit checkpoint, FP8, or W8A8 in INT8")
     fields.require(name, _GROUP_SIZES)
     return fields.count(name)

@@ -23,7 +23,7 @@ from minisgl.models.hub import safetensors_files
 from minisgl.models.loader import DUMMY_SEED, stored_tensors
 from minisgl.models.quantization import is_quantizable
 from minisgl.models.targets import Destinations, Names, checkpoint_targets
-from minisgl.models.towers.lines import GRID, derive, take_grids
+from minisgl.models.towers.lines import GRID, derive, derives_all, take_grids
 from minisgl.models.towers.sight import Sight
 
 _TEXT = ("language_model", "text_model")  # names of the text part in models of transformers
@@ -65,19 +65,37 @@ class Tower:
     def config(self) -> Any:
         return self.module.config.vision_config  # type: ignore[union-attr]
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `compute` does the same for all images of a shape, on the device alone."""
+        return GRID in self._takes and derives_all(self.module.visual)
+
     @torch.inference_mode()
     def rows(self, inputs: Mapping[str, NDArray[Any]]) -> Tensor:
         """The rows of one image, [n, row_size]. inputs: what its processor has made of it.
 
         Queues its work on the current stream. Raises whatever the code of transformers raises.
         """
-        names = self._takes & inputs.keys()
-        given: dict[str, Tensor] = {}
-        if GRID in names:
-            given = derive(self.module.visual, inputs[GRID], self._device)
-        given |= {name: self._sent(inputs[name]) for name in names - given.keys()}
-        if LEVELS in inputs:
-            given[PIXELS] = pixels_of(self._sent(inputs[LEVELS]), self._sent(inputs[TABLE]))
+        return self.compute(self.sent(inputs, self.derived(inputs)))
+
+    def derived(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+        """What depends on the shape of an image alone. Empty where the tower takes nothing such."""
+        if GRID not in self._takes & inputs.keys():
+            return {}
+        return derive(self.module.visual, inputs[GRID], self._device)
+
+    def sent(
+        self, inputs: Mapping[str, NDArray[Any]], derived: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """All that `compute` takes of an image, of which `derived` is there."""
+        names = (self._takes | {LEVELS, TABLE}) & inputs.keys()
+        return {**derived, **{name: self._sent(inputs[name]) for name in names - derived.keys()}}
+
+    def compute(self, given: Mapping[str, Tensor]) -> Tensor:
+        """The rows of an image, whose inputs are on the device."""
+        given = dict(given)
+        if LEVELS in given:
+            given[PIXELS] = pixels_of(given.pop(LEVELS), given.pop(TABLE))
         found = self._features(**given, return_dict=True)
         deep = getattr(found, "deepstack_features", None) or ()
         sides = [_joined(each) for each in (found.pooler_output, *deep)]

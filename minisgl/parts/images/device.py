@@ -19,6 +19,7 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.filling import Places
 from minisgl.models.towers.both_ways import BothWaysModel
 from minisgl.models.towers.largest import largest_inputs, most_pieces
+from minisgl.models.towers.repeated import RepeatedTower
 from minisgl.models.towers.seeing import SeeingAdopted, SeeingModel, TurningModel
 from minisgl.models.towers.sight import BothWays, Sight
 from minisgl.models.towers.tower import Tower, load_tower
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OF_LAYERS = "embed_tokens_per_layer"  # an embedding with numbers for each layer
+# Images of at most this part of the buffer may be captured, so that their graphs need as little
+# memory beside the largest image.
+CAPTURED_PART = 8
 
 
 class SeenEmbedding:
@@ -77,11 +81,17 @@ class DeviceImages:
         rows: Tensor,
         offsets: Tensor | None,
         lanes: Lanes,
+        *,
+        captures: bool,
     ) -> None:
         """seeing: the model, if it must know of steps with images. rows: the buffer. offsets:
         [num_slots + 1] int64, as in SlotTables, of one that counts positions in three
-        directions."""
+        directions. captures: images of a shape that comes again."""
         self._tower, self._rows, self._lanes = tower, rows, lanes
+        self._repeated: RepeatedTower | None = None
+        if captures and tower is not None and tower.repeats:
+            pool = lanes.graph_pool()
+            self._repeated = RepeatedTower(tower, lambda work: lanes.capture_here(work, pool))
         self._embeddings, self.seeing, self.offsets = embeddings, seeing, offsets
         self._lane = copy_lane(lanes, priority=0)
         # What ends the encoding of an image, by its number: for `open`, which needs no mark that is
@@ -154,7 +164,9 @@ class DeviceImages:
                     each.name: np.frombuffer(each.data, each.dtype).reshape(each.shape)
                     for each in image.inputs
                 }
-                found.append(self._tower.rows(inputs))
+                is_small = CAPTURED_PART * len(image.rows) <= len(self._rows)
+                tower = self._repeated if is_small else None
+                found.append((tower or self._tower).rows(inputs))
 
         def write() -> None:
             for rows in found:
@@ -184,20 +196,24 @@ class DeviceImages:
                 "or set it to 0 to run the text part alone."
             ) from error
         num_pieces = most_pieces(sight, num_rows, len(found[0]))
-        return num_pieces * (torch.cuda.max_memory_allocated() - held)
+        num_bytes = torch.cuda.max_memory_allocated() - held
+        if self._repeated is not None:
+            num_bytes += num_bytes // CAPTURED_PART
+        return num_pieces * num_bytes
 
-    def landed(self, *, wait: bool) -> tuple[tuple[int, str], ...]:
-        """The images whose encoding has ended since the last call, and why it failed, or "". wait:
-        for all that began."""
+    def landed(self, *, alone: bool) -> tuple[tuple[int, str], ...]:
+        """The images whose encoding has ended since the last call, and why it failed, or "". alone:
+        no step with rows is launched, so those count that are queued, too. A step that reads them
+        waits on the device, and is queued meanwhile."""
         ended: list[tuple[int, str]] = []
         for number, mark in list(self._to_report.items()):
-            if not isinstance(mark, str):
-                if wait:
-                    mark.wait()
-                elif not mark.is_reached():
-                    continue
+            if isinstance(mark, str):
+                ended.append((number, mark))
+            elif alone or mark.is_reached():
+                ended.append((number, ""))
+            else:
+                continue
             del self._to_report[number]
-            ended.append((number, mark if isinstance(mark, str) else ""))
         return tuple(ended)
 
 
@@ -216,7 +232,7 @@ class ImageStep(StepPart):
             self._images.encode(image)
 
     def outcome(self) -> tuple[tuple[int, str], ...]:
-        return self._images.landed(wait=self._plan.is_alone)
+        return self._images.landed(alone=self._plan.is_alone)
 
 
 def load_images(
@@ -231,9 +247,11 @@ def load_images(
     dtype: torch.dtype,
     load_format: str,
     is_first: bool,
+    captures: bool,
 ) -> DeviceImages:
     """Give a model whose weights are filled its tower, and a buffer of so many rows. is_first:
-    whether the model is the first stage, which embeds. Raises CheckpointError."""
+    whether the model is the first stage, which embeds. captures: as of DeviceImages. Raises
+    CheckpointError."""
     device = lanes.device
     num_rows = num_rows if is_first else 0
     rows = torch.zeros((num_rows, sight.row_size), dtype=dtype, device=device)
@@ -255,8 +273,8 @@ def load_images(
         if name.endswith(_OF_LAYERS):
             embeddings.append(PaddedEmbedding(module, sight.pad))
     if not is_first:
-        return DeviceImages(None, embeddings, seeing, rows, offsets, lanes)
+        return DeviceImages(None, embeddings, seeing, rows, offsets, lanes, captures=False)
     tower = load_tower(sight, folder, dtype=dtype, device=device, load_format=load_format)
     base: nn.Module = whole.embed_tokens if is_native else whole.get_input_embeddings()
     embeddings.append(SeenEmbedding(base, rows[:, :hidden_size]))
-    return DeviceImages(tower, embeddings, seeing, rows, offsets, lanes)
+    return DeviceImages(tower, embeddings, seeing, rows, offsets, lanes, captures=captures)

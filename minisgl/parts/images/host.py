@@ -1,9 +1,9 @@
 """The scheduler's half: which images have their rows on the device, and which requests wait for
 theirs.
 
-A request joins once the rows of all its images are there. So a step reads only rows that were there
-before, and a tower that fails ends the requests of its image, before any of their tokens is
-computed."""
+A request joins once the rows of all its images are there. So no step holds up the rows of others
+for a tower, and a tower that fails ends the requests of its image, before any of their tokens is
+computed. Where no request has rows, it joins once the tower's work is queued."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def scored_token(token: PlacedToken, tokenizer: Tokenizer | None, *, as_id: bool
     own = RankedToken(name, max(scored.logprob, LOWEST_LOGPROB), [*token.data])
     top = [
         own if id == scored.token_id else _rival(id, logprob, tokenizer, as_id)
-        for id, logprob in scored.top
+        for id, logprob in scored.others.items()
     ]
     return ScoredToken(own.token, own.logprob, own.bytes, top)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -141,9 +141,11 @@ class StreamedResponse(ReplyResponse):
         (b"x-accel-buffering", b"no"),  # nginx then forwards events without buffering
     )
 
+    waits: ClassVar[bool] = True  # for the first token, if the request has a limit
+
     async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
         limit = limit_of(self._scope)
-        if limit.is_set:  # what is late before its first token is told by the status
+        if limit.is_set and self.waits:  # what is late before its first token is told by the status
             async with limit.held():
                 limit.watch(streams[0].request)
                 await streams[0].wait_begun()
@@ -151,6 +153,8 @@ class StreamedResponse(ReplyResponse):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async with limit.held():
+                if not self.waits:
+                    limit.watch(streams[0].request)
                 if first := self._reply.first_events():
                     await send({"type": "http.response.body", "body": first, "more_body": True})
                 choices = self._reply.choices
@@ -165,6 +169,12 @@ class StreamedResponse(ReplyResponse):
             note_failure(self._scope, error)
             last = self._reply.failure_events(error)
         await send({"type": "http.response.body", "body": last})
+
+
+class BackgroundEvents(StreamedResponse):
+    """Those of an answer that is asked for later, where its failure is told, too."""
+
+    waits = False
 
 
 async def _keep(choice: ReplyChoice, stream: OutputStream) -> None:

@@ -166,7 +166,8 @@ def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int
                 f"{SCORES_LIMIT}, and those of the prompts alone would be {MAX_SCORES - room}; "
                 "send fewer prompts at once or ask for fewer logprobs.",
             )
-    return MAX_INTEGER if params.logprobs is None else room // (num_choices * (1 + params.logprobs))
+    num_scores = params.num_scores
+    return room // (num_choices * num_scores) if num_scores else MAX_INTEGER
 
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:

@@ -15,7 +15,12 @@ from starlette.types import ASGIApp
 from minisgl.engine.answer_plan import AnswerPlan
 from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import check_token_ids
-from minisgl.server.answers.delivery import StreamedResponse, WholeResponse
+from minisgl.server.answers.delivery import (
+    BackgroundEvents,
+    ReplyResponse,
+    StreamedResponse,
+    WholeResponse,
+)
 from minisgl.server.answers.jobs import (
     GenerationJob,
     check_num_logprobs,
@@ -343,7 +348,9 @@ def _response(
     background: RunningResponse | None = None,
 ) -> ASGIApp:
     """The response that generates `reply`, if need be in the background."""
-    answer = StreamedResponse if asked.body.stream or background else WholeResponse
+    answer: type[ReplyResponse] = StreamedResponse if asked.body.stream else WholeResponse
+    if background is not None:
+        answer = BackgroundEvents
     headers = []
     if (span := span_of(asked.scope)) is not None:
         span.asked(asked.model, reply.choices[0].job.params, len(reply.choices))

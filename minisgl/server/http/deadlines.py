@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from minisgl.errors import InvalidRequestError, MinisglError
+from minisgl.errors import DeadlineError, InvalidRequestError, MinisglError
 from minisgl.request import Request
 from minisgl.server.http.access_log import BEGAN
 
@@ -29,19 +29,6 @@ HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 604_800  # a week
 Seconds = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 KEY = "time_limit"  # in the state of a scope
-
-
-class DeadlineError(MinisglError):
-    """A request has taken as long as it may."""
-
-    http_status = 504
-    type = "timeout_error"
-    code = "deadline_exceeded"
-    # Clients of OpenAI and Anthropic send a request that fails so again, unless they are told.
-    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
-
-    def __init__(self) -> None:
-        super().__init__("The request has taken as long as its timeout allows.")
 
 
 class QueueTimeError(MinisglError):
@@ -148,7 +135,7 @@ def timeout_of(body: bytes) -> float | None:
 
 def _seconds(given: str) -> float:
     try:
-        seconds = float(given)
+        seconds = math.nan if "_" in given else float(given)  # to Python, 1_000 is a number
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:

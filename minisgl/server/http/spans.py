@@ -96,6 +96,8 @@ class RequestSpan:
 
     def asked(self, model: str, params: SamplingParams | None = None, num_choices: int = 1) -> None:
         """Tell what is asked for. model: its name, which the server knows."""
+        if not self._span.is_recording():
+            return
         operation = OPERATIONS.get(self._route, self._route)
         self._span.update_name(f"{operation} {model}")
         told: dict[str, AttributeValue] = {

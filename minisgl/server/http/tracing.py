@@ -29,7 +29,8 @@ SPAN = "span"  # in the state of a scope
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
     """What makes spans and sends them; None if no variable says where to, or that none are sent."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if is_off or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+    exporters = environment.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if is_off or "otlp" not in exporters.split(","):
         return None
     named = next((name for name in ENDPOINTS if environment.get(name)), None)
     if named is None:

@@ -33,10 +33,11 @@ MEDIA = {
     **dict.fromkeys(("video", "video_url"), "videos"),
 }
 PARTS = {"array": "entries", "object": "keys", "str": "characters"}
+LIMITS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}
 # These match only fixed messages of the decoder, never one that quotes the client.
 TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`(, got `(?P<got>\w+)`)?")
 BOUND = re.compile(
-    r"Expected `(?P<kind>\w+)` (?P<length>of length )?(?P<sign>[<>]=) (?P<bound>\S+)"
+    r"Expected `(?P<kind>\w+)` (?P<length>of length )?(?P<sign>[<>]=?) (?P<bound>\S+)"
 )
 
 
@@ -99,10 +100,10 @@ def _out_of_bounds(found: re.Match[str]) -> str:
     """The message for a number or a length out of bounds."""
     if found["length"] and found["sign"] == ">=" and found["bound"] == "1":
         return "must not be empty"
-    limit = "at most" if found["sign"] == "<=" else "at least"
+    limit, bound = LIMITS[found["sign"]], found["bound"].removesuffix(".0")
     if found["length"]:
-        return f"must have {limit} {found['bound']} {PARTS.get(found['kind'], 'entries')}"
-    return f"must be {limit} {found['bound']}"
+        return f"must have {limit} {bound} {PARTS.get(found['kind'], 'entries')}"
+    return f"must be {limit} {bound}"
 
 
 def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:

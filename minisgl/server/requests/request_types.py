@@ -74,6 +74,7 @@ NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
+NamedIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 
@@ -181,8 +182,7 @@ else:
     )
 
 
-@takes(Unsupported, "stop_regex", "length_penalty", "logprob_token_ids", "prompt_embeds")
-@takes(Unsupported, "input_ids")
+@takes(Unsupported, "stop_regex", "length_penalty", "prompt_embeds", "input_ids")
 @takes(OffAt1, "repeat_penalty", "typical_p")
 @takes(OffAt0, *SAMPLER_DETAILS)
 @takes(Detail, *chain.from_iterable(SAMPLER_DETAILS.values()))
@@ -254,6 +254,9 @@ class GenerationRequest(CommonFields, kw_only=True):
     `1000`"""
     prompt_logprobs: NumLogprobs | None = None
     """Add the logprobs of the prompt, with so many alternatives. Default: none. Example: `1`"""
+    logprob_token_ids: NamedIds | None = None
+    """Add the logprobs of these tokens to those of each token of the answer. Default: none.
+    Example: `[11, 12]`"""
     return_token_ids: bool | None = None
     """Add the token ids of prompt and answer. Default: false. Example: `true`"""
     return_routed_experts: bool | None = None
@@ -413,6 +416,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         super().__post_init__()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
+        if self.logprob_token_ids and self.logprobs is False:
+            raise InvalidRequestError("logprob_token_ids", "is not allowed with logprobs: false.")
         if self.stream_reasoning is False:
             raise InvalidRequestError("stream_reasoning", f"{NOT_SUPPORTED}.")
 
@@ -489,11 +494,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # A request for no tokens must ask for something: the logprobs of the prompt.
-        scored = self.echo and (self.logprobs is not None or max_tokens == 0)
-        wanted = [self.prompt_logprobs, (self.logprobs or 0) if scored else None]
+        logprobs = 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        scored = self.echo and (logprobs is not None or max_tokens == 0)
+        wanted = [self.prompt_logprobs, (logprobs or 0) if scored else None]
         given = self.sampling_fields() | {
             "max_tokens": max_tokens,
-            "logprobs": self.logprobs,
+            "logprobs": logprobs,
             "prompt_logprobs": max((count for count in wanted if count is not None), default=None),
         }
         return defaults.sampling(**given)

@@ -27,6 +27,7 @@ GAP = "\n\n"  # between texts that come apart and become one message
 
 @takes(Unsupported, "max_completion_tokens", "response_format", "reasoning_effort")
 @takes(Unsupported, "thinking_token_budget", "truncate_prompt_tokens", "prompt_logprobs")
+@takes(Unsupported, "logprob_token_ids")
 class TranslatedFields(CommonFields, kw_only=True):
     """The fields that the requests of the other APIs have in common."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -335,12 +334,12 @@ def terminal_of(state: Path, **environment: str) -> dict[str, str]:
 DIMENSIONS = (50, 200)
 
 
-def started(state: Path, **environment: str) -> pexpect.spawn:
+def started(state: Path) -> pexpect.spawn:
     """`minisgl chat` in a terminal, as a user starts it."""
     return pexpect.spawn(
         sys.executable,
         [*COMMAND],
-        env=terminal_of(state, **environment),
+        env=terminal_of(state),
         encoding="utf-8",
         codec_errors="replace",
         dimensions=DIMENSIONS,
@@ -348,9 +347,9 @@ def started(state: Path, **environment: str) -> pexpect.spawn:
     )
 
 
-def forked(state: Path, *arguments: str) -> Terminal:
+def forked(state: Path, *arguments: str, **environment: str) -> Terminal:
     """`minisgl chat` in a terminal, whose long answers do not end before Ctrl-C."""
-    environment = terminal_of(state)
+    environment = terminal_of(state, **environment)
     return Terminal(held_main, *OPTIONS, *arguments, environment=environment, dimensions=DIMENSIONS)
 
 
@@ -441,7 +440,7 @@ def test_what_is_typed_while_the_model_loads_is_sent_when_it_has_loaded(tmp_path
 
 
 def test_a_terminal_of_few_characters_shows_the_others_as_question_marks(tmp_path: Path) -> None:
-    child = started(tmp_path, PYTHONIOENCODING="ascii")
+    child = forked(tmp_path, PYTHONIOENCODING="ascii")
     try:
         at_prompt(child)
         child.send("Hello! “é”\r")
@@ -505,12 +504,8 @@ def test_ctrl_c_ends_the_only_answer(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_only_the_answers() -> None:
-    result = subprocess.run(
-        [sys.executable, *COMMAND, "--max-seq-len-override", "96"],
-        input="Hello!\n/reset\nHello again!\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    asked = "Hello!\n/reset\nHello again!\n"
+    result = minisgl(*OPTIONS, "--max-seq-len-override", "96", input=asked)
+    assert result.returncode == 0
     assert "TTFT" not in result.stdout + result.stderr
     assert result.stdout == "Hello! How can I help you?\n" * 2

@@ -33,8 +33,14 @@ MAX_ROWS = 18
 
 
 # The last of these are about to fill the lower half of a stamp, or all of it.
-@pytest.mark.parametrize(("num_ranks", "exchanges"), [(2, 0), (3, 0xFFFE), (8, 2**31 - 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_ranks", "exchanges", "dtype"),
+    [
+        *((2, 0, dtype) for dtype in (torch.float32, torch.float16)),
+        *((3, 0xFFFE, dtype) for dtype in (torch.float32, torch.float16)),
+        *((2, 2**31 - 2, torch.float32), (8, 2**31 - 2, torch.float16)),
+    ],
+)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 112, 200), (17, 70, 96)])
 @pytest.mark.parametrize("how", HOW)
 def test_products_sent_to_peers_arrive_in_their_norms(

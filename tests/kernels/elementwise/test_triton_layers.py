@@ -200,8 +200,8 @@ def check_model(case: Case, monkeypatch: pytest.MonkeyPatch, *, few_rows: bool) 
         for product in model._products():
             assert isinstance(product, DenseProduct)
             product.kernels = LinearKernels(H200, workspace, products=None)
-    num_tokens = len(case.prompt) + 2
+    num_prefilled, num_tokens = 41, 43
     paged = PagedModel(model, config, page_size=16)
     paged.attention = Attention(TorchAttention(), TritonAttention())
-    logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
+    logits = paged.run(case.token_ids[:num_tokens], prefill=num_prefilled, chunk=20)
     assert relative_error(logits, case.logits[:num_tokens]) < TOLERANCE

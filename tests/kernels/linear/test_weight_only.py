@@ -52,7 +52,8 @@ KINDS: dict[str, tuple[Make, int]] = {
     "e4m3, rows, 32": (partial(random_e4m3, block=None, device=DEVICE), 160),
     "e4m3, blocks": (partial(random_e4m3, block=(128, 128), device=DEVICE), 512),
     "e4m3, small blocks": (partial(random_e4m3, block=(16, 32), device=DEVICE), 224),
-    "nvfp4": (partial(random_nvfp4, device=DEVICE), 192),
+    "nvfp4": (partial(random_nvfp4, device=DEVICE), 384),
+    "nvfp4, odd": (partial(random_nvfp4, device=DEVICE), 192),
 }
 EPS = 1e-3
 
@@ -216,6 +217,7 @@ def test_a_product_of_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     weight, exact = nvfp4_weights(40, 128, device=DEVICE, is_tiled=False)
     product = weight_only_product.WeightOnlyNvfp4Product(weight)
+    assert product.span == product.make_words(HALF).span == 128
     weight_only_product.share_kernels([product], HALF, DEVICE)
     product.prepare(HALF)
     x = torch.randn(3, 128, device=DEVICE).to(HALF)

@@ -1,5 +1,5 @@
-"""The kernels for experts in FP8 at awkward sizes: on a GPU if there is one, or else in the
-interpreter."""
+"""The kernels for experts in FP8 and INT8 at awkward sizes: on a GPU if there is one, or else in
+the interpreter."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def test_fused_experts_match_the_reference(num_rows: int, kind: str) -> None:
     check(num_rows, 4, 2, *KINDS[kind], dtype=dtype, device=DEVICE, pdl=False)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+def test_experts_in_int8_match_the_reference(num_rows: int) -> None:
+    dtype, how = torch.float32 if num_rows == 2 else torch.float16, KINDS["channels"]
+    check(num_rows, 4, 2, *how, dtype=dtype, device=DEVICE, pdl=False, stored=torch.int8)
+
+
 def test_experts_with_gelu_and_scales_match_the_reference() -> None:
     kind = KINDS["channels"]
     check(3, 4, 2, *kind, dtype=torch.float16, device=DEVICE, pdl=False, gelu=True)
@@ -56,6 +62,10 @@ def test_experts_with_gelu_and_scales_match_the_reference() -> None:
 def test_a_nan_row_harms_no_other_row(kind: str) -> None:
     _, _, blocks, activations = KINDS[kind]
     check_nan(blocks, activations, device=DEVICE, pdl=False)
+
+
+def test_a_nan_row_harms_no_other_row_of_int8() -> None:
+    check_nan(None, TOKEN, device=DEVICE, pdl=False, stored=torch.int8)
 
 
 def test_no_rows() -> None:

@@ -1,9 +1,10 @@
-"""Linear maps in FP8 on our kernel: y = x Wᵀ with x and W in e4m3 and their scales in float32.
+"""Linear maps in FP8 or INT8 on our kernel: y = x Wᵀ with x and W in e4m3, or both in int8, and
+their scales in float32.
 
 As in the folder above the kernel is built around W, which is the left operand, and which few rows
 read at the memory's bandwidth: acc[n, m] = W[n, k] xᵀ[k, m]. x comes rounded, from
 elementwise/quantize.py: it is rounded once, whatever the number of programs that read it. Sums are
-in float32; the tensor cores add 128 products at most before.
+in float32; the tensor cores add 128 products at most before. Those of integers are exact in int32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from minisgl.kernels.linear.quantized import Fp8Weights
 from minisgl.kernels.linear.tiles import LinearTiles, LinearWorkspace, split_arguments
 from minisgl.kernels.tuning import tuning_of
 
-_EXACT_K = 128  # products that the tensor cores add up by themselves
+_EXACT_K = 128  # products of FP8 that the tensor cores add up by themselves
+
+
+def exact_k(weights: Tensor, block_k: int) -> int:
+    """How many products of a tile the tensor cores may add up by themselves; 0: any number."""
+    return 0 if weights.dtype == torch.int8 else min(_EXACT_K, max(block_k, 32))
 
 
 def linear(
@@ -46,7 +52,8 @@ def linear(
     data, scale, block = weights
     (m, k), n = x.data.shape, len(data)
     assert data.is_contiguous() and data.shape[1] == k and x.data.is_contiguous()
-    assert scale.is_contiguous() and (m <= 1 or x.scale.stride(0) == 1)
+    assert data.dtype == x.data.dtype and scale.is_contiguous()
+    assert m <= 1 or x.scale.stride(0) == 1
     rows = m if mailbox is None else 0
     out = torch.empty((rows, n), dtype=x.dtype, device=data.device)
     assert mailbox is None or (m <= mailbox.max_rows and mailbox.takes(out))
@@ -84,7 +91,7 @@ def linear(
         block_m=tiles.block_m,
         block_k=tiles.block_k,
         scale_rows=0 if block is None else block[0],
-        exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
+        exact_k=exact_k(data, tiles.block_k),
         whole_n=n % tiles.block_n == 0,
         whole_k=k % tiles.block_k == 0 and tiles.block_k >= 32,
         whole_m=room(m) % tiles.block_m == 0,

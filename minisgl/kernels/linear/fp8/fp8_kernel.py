@@ -1,4 +1,4 @@
-"""The kernel of FP8 linear maps: a pipelined loop over tiles of k, on the FP8 tensor cores."""
+"""The kernel of FP8 and INT8 linear maps: a pipelined loop over tiles of k, on the tensor cores."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def down(scale):
         return scale[:, None]
     else:
         return scale
+
+
+@triton.jit
+def no_sums(weight, block_n: tl.constexpr, block_m: tl.constexpr):
+    """Zeros of the type in which products with a W are summed up: those of integers are exact."""
+    kind: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    return tl.zeros((block_n, block_m), kind)
+
+
+@triton.jit
+def add_product(acc, w, x, exact_k: tl.constexpr):
+    return tl.dot(w, x, acc, max_num_imprecise_acc=exact_k, out_dtype=acc.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
@@ -99,7 +111,7 @@ def fp8_kernel(
     if scale_rows > 0:
         w_scale += scale_row(n_tile, w_row, block_n, scale_rows) * tl.cdiv(k, block_k)
         by_w = tl.load(w_scale + first // block_k)
-    acc = tl.zeros((block_n, block_m), tl.float32)
+    acc = no_sums(weight, block_n, block_m)
     for start in tl.range(first, end, block_k, num_stages=stages):
         inside = (columns < block_k) & (start + columns < end)
         w = load(weight + start + w_place, inside, whole_k)
@@ -112,9 +124,9 @@ def fp8_kernel(
             acc += tl.dot(w, tl.trans(rows)) * (down(by_w) * by_x[None, :])
             by_w = tl.load(w_scale + ahead)
         else:
-            acc = tl.dot(w, tl.trans(rows), acc, max_num_imprecise_acc=exact_k)
+            acc = add_product(acc, w, tl.trans(rows), exact_k)
     if scale_rows == 0:
-        acc *= tl.load(w_scale + n_tile * block_n + w_row)[:, None]
+        acc = acc.to(tl.float32) * tl.load(w_scale + n_tile * block_n + w_row)[:, None]
         acc *= tl.load(x_scale + x_row)[None, :]
 
     if delta is not None:

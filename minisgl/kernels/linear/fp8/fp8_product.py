@@ -1,7 +1,7 @@
-"""Products with FP8 weights on a GPU with FP8 tensor cores.
+"""Products with FP8 weights on a GPU with FP8 tensor cores, and with INT8 weights.
 
-x is rounded to FP8 once, in the kernel that computes it where that is a norm or a gated activation,
-and the GEMM takes it so: ours with few rows, torch's with many.
+x is rounded once, in the kernel that computes it where that is a norm or a gated activation, and
+the GEMM takes it so: ours with few rows and for INT8, torch's with many.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Fp8Kernels(NamedTuple):
 
 
 class TensorCoreProduct(Fp8Product):
-    """The product on FP8 tensor cores. x is rounded with scales of its rows, of the columns of a
-    row that meet one block of W, or with the checkpoint's."""
+    """The product on tensor cores. x is rounded to the dtype of W with scales of its rows, of the
+    columns of a row that meet one block of W, or with the checkpoint's."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class TensorCoreProduct(Fp8Product):
         assert activations != Activations.GROUP or weight.block is not None
         super().__init__(weight, bias, activations=activations, input_scale=input_scale)
         self._group = weight.group if activations == Activations.GROUP else None
+        self._dtype = weight.data.dtype
         self._kernels: Fp8Kernels | None = None  # see share_kernels
 
     def __call__(self, x: Input, rows: Rows | None = None) -> Tensor:
@@ -61,14 +62,17 @@ class TensorCoreProduct(Fp8Product):
     ) -> tuple[Tensor, Tensor]:
         stream, scales = residual.rows, (self._group, self.input_scale)
         if residual.pending is None:
-            x = rms_norm_quantize(stream, residual.delta, weights.weight, weights.eps, *scales)
+            x = rms_norm_quantize(
+                *(stream, residual.delta, weights.weight, weights.eps, *scales), dtype=self._dtype
+            )
         else:
             normed, stream = norm(residual, weights)
-            x = quantize(normed, *scales)
+            x = quantize(normed, *scales, dtype=self._dtype)
         return self._multiply(x), stream
 
     def gated_mul(self, gate_up: Tensor, rows: Rows | None = None, *, gelu: bool = False) -> Input:
-        return quantize(gate_up, self._group, self.input_scale, gated=True, gelu=gelu)
+        scales = self._group, self.input_scale
+        return quantize(gate_up, *scales, dtype=self._dtype, gated=True, gelu=gelu)
 
     def send(self, x: Input, mailbox: Mailbox, rows: Rows | None = None) -> PendingNorm | None:
         if not self.fuses(len(x)):
@@ -94,7 +98,9 @@ class TensorCoreProduct(Fp8Product):
         )
 
     def rounded_rows(self, x: Input) -> Fp8Rows:
-        return x if isinstance(x, Fp8Rows) else quantize(x, self._group, self.input_scale)
+        if isinstance(x, Fp8Rows):
+            return x
+        return quantize(x, self._group, self.input_scale, dtype=self._dtype)
 
     def _multiply(self, x: Fp8Rows) -> Tensor:
         if not self.fuses(len(x)) and scaled_mm.takes(x, self.weight, self.bias):

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from minisgl.kernels.fp8_rows import Fp8Rows, room
-from minisgl.kernels.linear.quantized import Fp8Weights
+from minisgl.kernels.linear.quantized import E4M3, Fp8Weights
 
 
 def takes(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None) -> bool:
     """Whether `linear` computes this product on this device, and rightly."""
     data, _, block = weights
     n, k = data.shape
-    if data.device.type != "cuda" or x.dtype != torch.bfloat16 or n % 16 or k % 16:
+    is_fp8 = data.device.type == "cuda" and data.dtype == E4M3
+    if not is_fp8 or x.dtype != torch.bfloat16 or n % 16 or k % 16:
         return False
     if block is None:
         return _has_rows(data.device)

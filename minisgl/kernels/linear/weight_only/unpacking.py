@@ -256,9 +256,10 @@ def planes_of(
     """The planes of the words [rows, any] of a span that starts at column `at` of k. scales: [rows]
     addresses of those of the first group, `stride` before the next ones."""
     place = scales + at // group * stride
-    found = tl.load(place)
     if e2m1:
-        return e2m1_planes(words, found[:, None], 16, dtype, packed)
+        chunk = tl.arange(0, span // group)[None, :]
+        return e2m1_planes(words, tl.load(place[:, None] + chunk * stride), 16, dtype, packed)
+    found = tl.load(place)
     scale = half_of(found, 0, dtype)[:, None]
     if bits == 8:
         return e4m3_planes(words, scale, dtype, packed)

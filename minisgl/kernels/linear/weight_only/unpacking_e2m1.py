@@ -26,18 +26,25 @@ def left_out(group: tl.constexpr, packed: tl.constexpr):
 
 @triton.jit
 def e2m1_planes(words, scales, group: tl.constexpr, dtype: tl.constexpr, packed: tl.constexpr):
-    """Four tensors like words, [rows, any] int16: those of the quarters of a chunk, in `dtype`.
+    """Four tensors like words, [rows, any] int16: those of the quarters of chunks, in `dtype`.
 
-    scales: [rows, 1] or like words, int32. With a group of 32 columns, two bfloat16 numbers
-    (MXFP4); with one of 16, four bytes as from `pack_scales` (NVFP4). `packed`: for bfloat16 on a
-    GPU, two words at a time, without the factor `left_out`.
+    scales: [rows, any] int32, each for as many words in a row as it takes. With a group of 32
+    columns, two bfloat16 numbers (MXFP4); with one of 16, four bytes as from `pack_scales` (NVFP4).
+    `packed`: for bfloat16 on a GPU, two words at a time, without the factor `left_out`.
     """
     if packed:
-        first, second, third, fourth = _factors(scales, group)
+        first, last = _factors(scales, group)
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 s, nought;
+            .reg .b32 s, f0, f1, f2, f3, nought;
+            .reg .b16 low, high;
             mov.b32 nought, 0x80008000;
+            mov.b32 {low, high}, $5;
+            mov.b32 f0, {low, low};
+            mov.b32 f1, {high, high};
+            mov.b32 {low, high}, $7;
+            mov.b32 f2, {low, low};
+            mov.b32 f3, {high, high};
             and.b32 $0, $4, 0x81c081c0;
             shf.r.wrap.b32 $1, $4, $4, 4;
             and.b32 $1, $1, 0x81c081c0;
@@ -47,13 +54,13 @@ def e2m1_planes(words, scales, group: tl.constexpr, dtype: tl.constexpr, packed:
             shf.r.wrap.b32 $3, $4, $4, 14;
             and.b32 $3, $3, 0x80c080c0;
             lop3.b32 $3, s, 0x01000100, $3, 0xea;
-            fma.rn.bf16x2 $0, $0, $5, nought;
-            fma.rn.bf16x2 $1, $1, $7, nought;
-            fma.rn.bf16x2 $2, $2, $9, nought;
-            fma.rn.bf16x2 $3, $3, $11, nought;
+            fma.rn.bf16x2 $0, $0, f0, nought;
+            fma.rn.bf16x2 $1, $1, f1, nought;
+            fma.rn.bf16x2 $2, $2, f2, nought;
+            fma.rn.bf16x2 $3, $3, f3, nought;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [words, first, second, third, fourth],
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, _spread(first, words), _spread(last, words)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -63,18 +70,28 @@ def e2m1_planes(words, scales, group: tl.constexpr, dtype: tl.constexpr, packed:
         both = low.to(tl.uint16, bitcast=True).to(tl.uint32)
         both |= high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return (
-            _plane(both, 0, 0, _scale(scales, 0, group), dtype),
-            _plane(both, 4, 4, _scale(scales, 1, group), dtype),
-            _plane(both, 10, 10, _scale(scales, 2, group), dtype),
-            _plane(both, 14, 6, _scale(scales, 3, group), dtype),
+            _plane(both, 0, 0, _spread(_scale(scales, 0, group), words), dtype),
+            _plane(both, 4, 4, _spread(_scale(scales, 1, group), words), dtype),
+            _plane(both, 10, 10, _spread(_scale(scales, 2, group), words), dtype),
+            _plane(both, 14, 6, _spread(_scale(scales, 3, group), words), dtype),
         )
 
 
 @triton.jit
+def _spread(scales, words):
+    """One for each word."""
+    rows: tl.constexpr = words.shape[0]
+    of_each: tl.constexpr = words.shape[1] // scales.shape[1]
+    spread = tl.broadcast_to(scales[:, :, None], (rows, scales.shape[1], of_each))
+    return tl.reshape(spread, (rows, words.shape[1]))
+
+
+@triton.jit
 def _factors(scales, group: tl.constexpr):
-    """What the numbers of each quarter are multiplied by, twice in an int32: bfloat16 numbers."""
+    """What the numbers of the first two quarters and of the last two are multiplied by: two
+    bfloat16 numbers in each int32. The multiplication takes either half at no cost."""
     if group == 32:  # times 2 ** 62
-        first, last = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
             .reg .b32 t, nought;
             mov.b32 nought, 0x80008000;
@@ -89,27 +106,22 @@ def _factors(scales, group: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        return first, first, last, last
     else:  # a byte moved to the exponent is the scale times 2 ** -105, and then times 2 ** 22
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 s, t, up, nought;
+            .reg .b32 up, nought;
             mov.b32 nought, 0x80008000;
             mov.b32 up, 0x7f007f00;
-            prmt.b32 s, $4, nought, 0x4140;
-            prmt.b32 t, $4, nought, 0x4342;
-            shl.b32 s, s, 4;
-            shl.b32 t, t, 4;
-            fma.rn.bf16x2 s, s, up, nought;
-            fma.rn.bf16x2 t, t, up, nought;
-            prmt.b32 $0, s, s, 0x1010;
-            prmt.b32 $1, s, s, 0x3232;
-            prmt.b32 $2, t, t, 0x1010;
-            prmt.b32 $3, t, t, 0x3232;
+            prmt.b32 $0, $2, nought, 0x4140;
+            prmt.b32 $1, $2, nought, 0x4342;
+            shl.b32 $0, $0, 4;
+            shl.b32 $1, $1, 4;
+            fma.rn.bf16x2 $0, $0, up, nought;
+            fma.rn.bf16x2 $1, $1, up, nought;
             }""",
-            "=&r,=&r,=&r,=&r,r",
+            "=&r,=&r,r",
             [scales],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )

@@ -113,6 +113,7 @@ def linear(
         lanes=tiles.num_warps * 32,
         packed=_packed(x, weight),
         centred=weight.centred,
+        on_gpu=x.is_cuda,
         num_warps=tiles.num_warps,
         **pdl_options(x.device, pdl),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, finished_sums, wait_for_previous
 from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     fetch,
@@ -26,6 +26,29 @@ def _rows_of_x(x, norm_weight, scale, columns, row_place, real):
         there = tl.broadcast_to(columns, rows.shape)
         rows = apply_norm(rows, scale, tl.load(norm_weight + there))
     return rows
+
+
+@triton.jit
+def _added(
+    acc,
+    rows,
+    words,
+    scales,
+    at,
+    stride,
+    span: tl.constexpr,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    packed: tl.constexpr,
+    centred: tl.constexpr,
+    e2m1: tl.constexpr,
+):
+    """acc + W xᵀ of a span of k that starts at column `at`. words: addresses [block_n, any]; the
+    others as for `planes_of`."""
+    planes = planes_of(
+        tl.load(words), scales, at, stride, span, group, bits, rows.dtype, packed, centred, e2m1
+    )
+    return tl.dot(joined_planes(planes, bits), tl.trans(rows), acc)
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
@@ -69,12 +92,12 @@ def weight_only_kernel(
     lanes: tl.constexpr,
     packed: tl.constexpr,
     centred: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result, over one split of k, which is a multiple of
     block_k. A tile is taken in spans of k."""
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    dtype: tl.constexpr = x.dtype.element_ty
     per_word: tl.constexpr = 16 // bits
     first = part * split_size
     end = tl.minimum(first + split_size, k)
@@ -128,37 +151,18 @@ def weight_only_kernel(
             at_word = tl.multiple_of(at // per_word, 16)  # so that 16 bytes are copied at once
             columns = at + tl.arange(0, span)[None, :]
             rows = _rows_of_x(x, norm_weight, norm_scale, columns, row_place, real)
-            tile = tl.load(words + at_word + w_place)
-            planes = planes_of(
-                tile,
-                scales,
-                at,
-                scale_stride,
-                span,
-                group,
-                bits,
-                dtype,
-                packed,
-                centred,
-                e2m1,
-            )
-            acc = tl.dot(joined_planes(planes, bits), tl.trans(rows), acc)
+            acc = _added(
+                acc, rows, words + at_word + w_place, scales, at, scale_stride,
+                span, group, bits, packed, centred, e2m1,
+            )  # fmt: skip
             if gated:
-                tile = tl.load(up_words + at_word + w_place)
-                planes = planes_of(
-                    tile,
-                    scales + n,
-                    at,
-                    scale_stride,
-                    span,
-                    group,
-                    bits,
-                    dtype,
-                    packed,
-                    centred,
-                    e2m1,
-                )
-                up = tl.dot(joined_planes(planes, bits), tl.trans(rows), up)
+                up = _added(
+                    up, rows, up_words + at_word + w_place, scales + n, at, scale_stride,
+                    span, group, bits, packed, centred, e2m1,
+                )  # fmt: skip
+        acc = finished_sums(acc, on_gpu)
+        if gated:
+            up = finished_sums(up, on_gpu)
 
     if centred:
         acc *= 65536.0

@@ -28,6 +28,7 @@ from minisgl.kernels.linear.weight_only.weights import (
     e4m3_span,
     e4m3_words,
     int4_words,
+    nvfp4_span,
     nvfp4_words,
 )
 from minisgl.kernels.rows import Rows
@@ -205,8 +206,11 @@ class WeightOnlyNvfp4Product(WeightOnlyProduct):
     """W in NVFP4, which the kernels read as it is."""
 
     bits = 4
-    span = CHUNK
     weight: Nvfp4Weights
+
+    @property
+    def span(self) -> int:
+        return nvfp4_span(self.shape[1])
 
     def make_words(self, dtype: torch.dtype) -> WeightWords:
         return nvfp4_words(self.weight)

@@ -52,6 +52,8 @@ class WeightWords(NamedTuple):
     @property
     def span(self) -> int:
         """Columns of k that a kernel takes at once."""
+        if self.factor is not None:
+            return nvfp4_span(self.k)
         return max(self.group, 64) if self.bits == 4 else self.group
 
 
@@ -69,6 +71,12 @@ def int4_words(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
     else:
         offset = (-_BIAS[dtype] - _refined(zero, k, (group,))[0].float()).to(dtype)
     return WeightWords(data, _joined(scale, offset), 4, group)
+
+
+def nvfp4_span(k: int) -> int:
+    """The span of NVFP4 words: two chunks where k is made of such spans, because tiles of 8 rows of
+    x take 128 columns (weight_only_tiles.py)."""
+    return gcd(k, 2 * CHUNK)
 
 
 def nvfp4_words(weights: Nvfp4Weights) -> WeightWords:

@@ -117,9 +117,11 @@ class CompletionChoice(ChunkedChoice):
         return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the token itself, under names of which no two are equal."""
+        """The likeliest tokens, those that the request names and the token itself, under names of
+        which no two are equal."""
         own = self._name(scored.token_id)
-        found = dict(scored.top[: self.job.params.logprobs]) | {scored.token_id: scored.logprob}
+        found = dict(scored.top[: self.job.params.logprobs]) | dict(scored.named)
+        found |= {scored.token_id: scored.logprob}
         named: dict[str, float] = {}
         for token_id, logprob in found.items():
             name = self._name(token_id)

@@ -1,0 +1,1 @@
+"""Logprobs of tokens that requests name by their ids."""
