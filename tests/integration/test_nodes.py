@@ -118,6 +118,7 @@ async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_
             with pytest.raises(AdapterError, match="has no file"):
                 await engine.adapters.load("a", str(tmp_path / "absent"))
             adapted = await adapted_tokens(engine, tmp_path / "adapter")
+            assert other.pids()
         assert other.process.wait() == 0, other.log
         wait_until(lambda: not other.pids())
         assert "Node 0 has ended, and so does this node" in other.log

@@ -44,6 +44,9 @@ PRELOADED = [
 ]
 
 
+RANK_OF = "rank of "  # of the name of a forked rank, before the number of its rank 0
+
+
 def fork_server() -> ForkServerContext:
     """The context of processes forked from one with torch, which runs until the tests end. What is
     forked has others forked from the same one."""
@@ -75,7 +78,7 @@ def run_forked_rank(
     """As `run_spawned_rank`, but it is no child of rank 0: the end of the channel ends it."""
     gc.freeze()
     os.chdir(folder)
-    name_process(f"rank of {parent_pid}")
+    name_process(RANK_OF + str(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with mock.patch.object(load, "NgramDrafter", drafter):
@@ -87,3 +90,14 @@ def name_process(name: str) -> None:
     file = Path("/proc/self/comm")
     if file.exists():
         file.write_text(name)
+
+
+def forked_ranks_of(pid: int) -> list[int]:
+    """The living ranks that a process has started so."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (place / "stat").read_text()
+            if f"({RANK_OF}{pid}) " in fields and f"({RANK_OF}{pid}) Z" not in fields:
+                found.append(int(place.name))
+    return found

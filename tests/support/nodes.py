@@ -1,6 +1,7 @@
 """Nodes of one engine on this machine, as processes of their own, and a network between them.
 
-They are forked from one process with torch; the ranks that they start are spawned.
+They are forked from one process with torch, as are the ranks that scripts start; those of servers
+are spawned.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from support.forked_programs import Program, Running, prepared
+from support.forked_ranks import forked_ranks, forked_ranks_of
 
 from minisgl_cli.start import main
 
@@ -42,8 +44,9 @@ class Node:
         return self._log.read_text()
 
     def pids(self) -> list[int]:
-        """The living processes of the session, apart from the first."""
-        return [pid for pid in session_of(self.process.pid) if pid != self.process.pid]
+        """The living processes of the session, apart from the first, and its forked ranks."""
+        of_session = [pid for pid in session_of(self.process.pid) if pid != self.process.pid]
+        return [*of_session, *forked_ranks_of(self.process.pid)]
 
     def rank(self) -> int:
         """The process of the only rank that the node has started."""
@@ -92,7 +95,8 @@ def script(file: Path) -> Iterator[Node]:
 
 
 def run_script(file: str) -> int:
-    runpy.run_path(file, run_name="__main__")
+    with forked_ranks():
+        runpy.run_path(file, run_name="__main__")
     return 0
 
 
