@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.inlined import wait_for_previous
+from minisgl.kernels.inlined import from_here, wait_for_previous
 from minisgl.kernels.linear import nvfp4
 from minisgl.kernels.linear.gemm_parts import fetch
 from minisgl.kernels.linear.nvfp4 import Nvfp4Weights
@@ -353,6 +353,12 @@ def _multiply(
                 up_at = w_at + num_outputs * row_words + chunk * 256
                 w = _tile(up_at, at + num_outputs, there, group, dtype, packed)
                 up_total = _added(w, x, up_total)
+        # The sums end here. A product that still ran in the next step would read registers of W
+        # that this step has already filled with other numbers: the compiler reuses them too early.
+        if whole:
+            total = from_here(total, packed)
+            if gated:
+                up_total = from_here(up_total, packed)
     if not whole:
         total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:
