@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -94,7 +93,7 @@ def _numbers_of(experts: Experts, gemm: PairGemm) -> dict[str, Any]:
         "shared": gemm.shared,
         "lanes": lanes,
         "stages": tiles.num_stages,
-        "packed": gemm.source.is_cuda and gemm.source.dtype == torch.bfloat16,
+        "on_gpu": gemm.source.is_cuda,
         "group": mxfp4.BLOCK if isinstance(experts, Mxfp4Experts) else nvfp4.BLOCK,
         "gelu": gemm.gated and experts.gelu,
         **clamp_options(experts.clamped if gemm.gated else None),
@@ -129,7 +128,7 @@ def _expert_product(
     block_k: tl.constexpr,
     lanes: tl.constexpr,
     stages: tl.constexpr,
-    packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs, for some of an expert's pairs, `shared` of which have one row of
@@ -148,13 +147,13 @@ def _expert_product(
             _compute_pairs(
                 source, words, scales, factors, bias, target, lists, weights, delta,
                 expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
-                gelu, group, block_n, block_m // 2, block_k, lanes, stages, packed,
+                gelu, group, block_n, block_m // 2, block_k, lanes, stages, on_gpu,
             )  # fmt: skip
         else:
             _compute_pairs(
                 source, words, scales, factors, bias, target, lists, weights, delta,
                 expert, tile, first, count, num_outputs, num_inputs, shared, gated, limit, alpha,
-                gelu, group, block_n, block_m, block_k, lanes, stages, packed,
+                gelu, group, block_n, block_m, block_k, lanes, stages, on_gpu,
             )  # fmt: skip
 
 
@@ -186,7 +185,7 @@ def _compute_pairs(
     block_k: tl.constexpr,
     lanes: tl.constexpr,
     stages: tl.constexpr,
-    packed: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
     """A tile of outputs of block_m of an expert's `count` pairs, from `first` on."""
     member = first + tl.arange(0, block_m)
@@ -194,7 +193,7 @@ def _compute_pairs(
     pair = tl.load(members + member, mask=inside, other=0)
     total, up_total = _multiply(
         words, scales, factors, source, expert, tile, pair // shared, inside, num_outputs,
-        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+        num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, on_gpu,
     )  # fmt: skip
     store_outputs(
         target, weights, total, up_total, pair, inside, tile * block_n + tl.arange(0, block_n),
@@ -231,7 +230,7 @@ def _pair_product(
     block_k: tl.constexpr,
     lanes: tl.constexpr,
     stages: tl.constexpr,
-    packed: tl.constexpr,
+    on_gpu: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One block of outputs of one pair, by a product of which one row of x is that of the pair.
@@ -268,7 +267,7 @@ def _pair_product(
     row = pair // shared + tl.zeros([block_m], tl.int32)
     total, up_total = _multiply(
         words, scales, factors, source, expert, tile, row, tl.arange(0, block_m) == 0,
-        num_outputs, num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, packed,
+        num_outputs, num_inputs, gated, group, block_n, block_m, block_k, lanes, stages, on_gpu,
     )  # fmt: skip
     result = finished(
         total, up_total, pair_weight, output, num_outputs, gated, bias, limit, alpha, gelu, kind
@@ -298,7 +297,7 @@ def _multiply(
     block_k: tl.constexpr,
     lanes: tl.constexpr,
     stages: tl.constexpr,
-    packed: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
     """Rows of one expert's W, a tile of them, times rows `row` of `source` where these are `real`.
 
@@ -306,6 +305,7 @@ def _multiply(
     `lanes` chunks of k are multiplied side by side, block_k columns in a step of the loop.
     """
     dtype: tl.constexpr = source.dtype.element_ty
+    packed: tl.constexpr = on_gpu & (dtype == tl.bfloat16)
     all_outputs: tl.constexpr = 2 * num_outputs if gated else num_outputs
     row_words: tl.constexpr = num_inputs // 4
     w_row, tile_row = tl.arange(0, block_n), tl.arange(0, block_n // 16)
@@ -356,9 +356,9 @@ def _multiply(
         # The sums end here. A product that still ran in the next step would read registers of W
         # that this step has already filled with other numbers: the compiler reuses them too early.
         if whole:
-            total = from_here(total, packed)
+            total = from_here(total, on_gpu)
             if gated:
-                up_total = from_here(up_total, packed)
+                up_total = from_here(up_total, on_gpu)
     if not whole:
         total, up_total = tl.sum(total, 0), tl.sum(up_total, 0)
     if packed:
