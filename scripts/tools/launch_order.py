@@ -53,8 +53,8 @@ def broken(order: Iterable[Launched], kernels: Sequence[tuple[str, Uses]]) -> li
     found: dict[str, None] = {}
     recent: list[tuple[str, Span]] = []  # written by the last late launch, and behind it
     for launch in order:
-        # Not late: of what torch does here, a GPU does some without a launch.
-        name, uses = "torch", Uses(NONE, NONE, frozenset(range(len(launch.spans))), is_early=True)
+        # Launched without the attribute, it starts when all before it is complete.
+        name, uses = "torch", Uses(NONE, NONE, frozenset(range(len(launch.spans))), is_early=False)
         if launch.kernel is not None:
             name, uses = kernels[launch.kernel]
         for place in sorted(uses.written_early):

@@ -121,7 +121,7 @@ OTHER = Launched(WRITER, (Y,))
         ([Launched(WRITER, (X,)), Launched(EARLY, (Y,))], False),
         ([Launched(WRITER, (X,)), OTHER, Launched(EARLY, (Y,)), Launched(EARLY, (Y,))], True),
         ([Launched(EARLY, (X,)), OTHER], True),
-        ([Launched(WRITER, (X,)), Launched(None, (Y,))], False),
+        ([Launched(WRITER, (X,)), Launched(None, (Y,))], True),
         ([Launched(None, (Y, X))], False),
         ([Launched(WRITER, (Span(1, 0, 64),))], True),
         ([Launched(WRITER, (Span(0, 60, 70),))], False),
