@@ -6,25 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.launch_options import EARLY
-
-_EARLY = tl.constexpr(EARLY)
-
-
-@triton.jit
-def let_next_start(pdl: tl.constexpr, late: tl.constexpr = False):
-    """Let the next kernel start if this is the place for it, of two: the first line of a kernel, or
-    with `late` one after the wait. See launch_options.py."""
-    if pdl and (pdl == _EARLY) != late:
-        tl.extra.cuda.gdc_launch_dependents()
-
 
 @triton.jit
 def wait_for_previous(pdl: tl.constexpr):
-    """Wait for the previous kernel, and then let the next one start unless it may already."""
+    """Wait for the previous kernel, and then let the next one start: see launch_options.py."""
     if pdl:
         tl.extra.cuda.gdc_wait()
-    let_next_start(pdl, late=True)
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -2,30 +2,25 @@
 
 With programmatic dependent launch (CUDA Programming Guide, chapter of that name; Hopper and later)
 a kernel starts while the previous one in the stream still runs, and waits inside. Our kernels
-follow four rules:
+follow three rules:
 
-1. Before `gdc_wait` a kernel writes nothing, and reads only what was written before the last *late*
-   launch in front of it: weights, the rotary table, a step's positions and slot mapping.
+1. Before `gdc_wait` a kernel writes nothing, and reads only what was written at least two launches
+   earlier: weights, the rotary table, a step's positions and slot mapping.
 2. After `gdc_wait` everything that earlier kernels of the stream wrote is visible, and what they
-   read may be overwritten. At least one program of each kernel waits.
-3. A launch is late unless it says otherwise: `gdc_launch_dependents` comes after `gdc_wait`. When
-   the next kernel starts, the programs of this one are past their wait and the launch before it is
-   complete: what was written two launches earlier may be read before the wait.
-4. An *early* launch lets the next one start with its first instruction. Then loads of weights for
-   several kernels are in flight at once, if their programs find room. The order holds: what follows
-   an early launch waits for it to end, and so for what it has waited for itself. Early are the
-   shrink of adapters, and with few rows the dense GEMMs and decode attention. Kernels that read
-   before their wait what two launches before them wrote, as the second ones of experts of few rows
-   do, are launched behind a late one.
+   read may be overwritten.
+3. `gdc_launch_dependents` comes after `gdc_wait`, never before it. So when the next kernel starts,
+   every program of this one is past its wait and the previous kernel is complete, which is why two
+   launches are enough in 1. It costs nothing: the next kernel still starts while this one works.
 
-scripts/tools/launch_order.py finds what breaks the first rule in any step of the models that
-recorded_launches.py serves, without a GPU.
+Only the shrink of adapters lets the next kernel start before it waits, so that a GEMM has its W
+fetched meanwhile. What follows a shrink reads before its wait only what is older than three
+launches. When that wait is over, so is the launch before the shrink, for which the shrink waits.
 
 Functions that launch kernels take `pdl`: whether their launches overlap, where the device can.
 
 The same must hold for other libraries' kernels. One launched without the attribute starts when all
 earlier work is complete, and so does one after a copy; one that triggers before it waits would
-break rule 1 unseen.
+break rule 1.
 """
 
 from __future__ import annotations
@@ -37,19 +32,16 @@ import torch
 from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
 from minisgl.kernels.tuning import DeviceTuning
 
-EARLY = 2  # a value of `pdl` that kernels are compiled for, beside False and True
-
 
 @cache
-def pdl_options(device: torch.device, wanted: bool, *, early: bool = False) -> dict[str, int]:
+def pdl_options(device: torch.device, wanted: bool) -> dict[str, bool]:
     """The launch arguments that let the launch overlap if `wanted`, possible, and tried on GPUs of
-    this generation. early: the next launch may start before this one waits, if the kernel has
-    `let_next_start` in its first line.
+    this generation.
 
     Triton's interpreter does not accept `launch_pdl`, so it is absent unless True.
     """
     if wanted and device.type == "cuda" and _may_overlap(torch.cuda.get_device_capability(device)):
-        return {"pdl": EARLY if early else True, "launch_pdl": True}
+        return {"pdl": True, "launch_pdl": True}
     return {"pdl": False}
 
 

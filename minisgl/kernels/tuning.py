@@ -146,10 +146,6 @@ class DeviceTuning:
     # counts, and the work is spread over as many programs as there are.
     many_rows: int = 1024
 
-    # Rows up to which the dense GEMMs and decode attention let the next kernel start before they
-    # wait themselves: see launch_options.py. With 8 rows of Qwen3-0.6B a step takes 8 % longer.
-    early_rows: int = 2
-
     # -- linear maps of few rows ---------------------------------------------------------------
     # (rows, most elements of W) up to which our kernels beat the best of cuBLAS's algorithms, by
     # the time of whole decode steps of Qwen3-0.6B and 14B.

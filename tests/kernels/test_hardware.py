@@ -11,7 +11,7 @@ import torch
 
 from minisgl.kernels import tuning
 from minisgl.kernels.hardware import describe_formats, has_fp8_products, kernels_have_run
-from minisgl.kernels.launch_options import EARLY, pdl_options
+from minisgl.kernels.launch_options import pdl_options
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,5 @@ def test_libraries_multiply_where_our_kernels_have_not_run(capability: tuple[int
 
 
 def test_launches_overlap_only_where_that_was_tried(capability: tuple[int, int]) -> None:
-    tried = capability == (9, 0)
-    for early, value in ((False, True), (True, EARLY)):
-        wanted = pdl_options.__wrapped__(torch.device("cuda", 0), True, early=early)
-        assert wanted == ({"pdl": value, "launch_pdl": True} if tried else {"pdl": False})
+    wanted = pdl_options.__wrapped__(torch.device("cuda", 0), True)
+    assert wanted["pdl"] == (capability == (9, 0))

@@ -32,9 +32,9 @@ from minisgl.kernels.attention.tile_loop import (
     to_multiply,
 )
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.kernels.inlined import arrive, let_next_start, to_stored, wait_for_previous
+from minisgl.kernels.inlined import arrive, to_stored, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
-from minisgl.kernels.tuning import DecodeTiles, tuning_of
+from minisgl.kernels.tuning import DecodeTiles
 
 # Elements in a tile of a merge; more would take more registers than the main loop needs.
 _MERGED = tl.constexpr(2048)
@@ -141,7 +141,7 @@ def paged_decode(
         "min_split": tiles.min_split,
         "window": spec.window,
         "sizes": sizes,
-        **pdl_options(q.device, pdl, early=num_rows * run <= tuning_of(q.device).early_rows),
+        **pdl_options(q.device, pdl),
     }
     grid = (sizes.num_groups, target_splits + num_rows)
     if run > 1:
@@ -193,7 +193,6 @@ def _rows_kernel(
     program whose split has the row's own token starts its softmax with it, and writes it to the
     cache, from which no program reads it.
     """
-    let_next_start(pdl)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
         lengths, item, num_rows, target_splits, min_split, window, sizes
@@ -241,7 +240,6 @@ def _runs_kernel(
 ):
     """As _rows_kernel, where a row is a run of rows. Its group of heads is that of each of its
     tokens: token by token, and each sees the keys up to its own."""
-    let_next_start(pdl)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
         lengths, item, num_rows, target_splits, min_split, window, sizes
@@ -306,7 +304,8 @@ def _finish(
 ):
     """Store the result of a row of one split; otherwise that of the split, and the last program of
     the row merges all."""
-    let_next_start(pdl, late=True)
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
     acc, peak, total = finished(softmax, sinks, scoring.v_scale, sizes)
     num_splits = tl.cdiv(split.num_visible, split.size)
     if num_splits <= 1:
@@ -537,7 +536,6 @@ def _merge_kernel(
     pdl: tl.constexpr,
 ):
     """One program: some dimensions of a head of a row, if the row is split."""
-    let_next_start(pdl)
     row, head, first_dim = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_v
     rows = tl.arange(0, sizes.searched)
     num_splits, split_size = _split_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here, let_next_start, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
 from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
@@ -58,7 +58,6 @@ def burst_kernel(
 ):
     """A block of [block_n, block_m] of the result over all of k, `pieces` tiles in registers. The
     first block of a row also writes its norm to `normed`, if that is not None."""
-    let_next_start(pdl)
     m_tile, n_tile = tl.program_id(0), tl.program_id(2)
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)

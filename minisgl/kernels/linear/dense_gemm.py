@@ -116,7 +116,7 @@ def linear(
         "whole_n": n % tiles.block_n == 0,
         "whole_k": k % tiles.block_k == 0,
         "num_warps": tiles.num_warps,
-        **pdl_options(x.device, pdl, early=m <= tuning_of(x.device).early_rows),
+        **pdl_options(x.device, pdl),
     }
     pieces = triton.cdiv(k, tiles.block_k)
     if tiles.small:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, from_here, let_next_start, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, from_here, wait_for_previous
 from minisgl.kernels.linear.gemm_parts import finish, load, load_residual, load_squares
 
 
@@ -37,7 +37,6 @@ def small_kernel(
 ):
     """block_n columns of the result. Each thread has some elements of k of all its rows of W, in
     registers before the wait: so few that the programs of the next launch fit beside."""
-    let_next_start(pdl)
     m_tile, n_tile = tl.program_id(0), tl.program_id(2)
     column = n_tile * block_n + tl.arange(0, block_n)
     columns = tl.arange(0, block_k)[None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.inlined import apply_norm, let_next_start, wait_for_previous
+from minisgl.kernels.inlined import apply_norm, wait_for_previous
 from minisgl.kernels.linear.delta_parts import before_wait, deltas_of
 from minisgl.kernels.linear.gemm_parts import (
     columns_of,
@@ -61,7 +61,6 @@ def stream_kernel(
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result, over one split of k."""
-    let_next_start(pdl)
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = part * split_size
     end = tl.minimum(first + split_size, k)
