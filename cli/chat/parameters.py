@@ -16,8 +16,11 @@ from minisgl.request import SamplingParams
 
 from .text_format import aligned, did_you_mean, shortened
 
-# The chat does not display the first three, and has a command for the last.
-NOT_SHOWN = ("logprobs", "prompt_logprobs", "return_routed_experts", "structured")
+# The chat does not display these, and has a command for the last.
+NOT_SHOWN = (
+    *("logprobs", "logprob_token_ids", "prompt_logprobs", "return_routed_experts"),
+    "structured",
+)
 NAMES = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in NOT_SHOWN)
 FLAGS = frozenset(spec.name for spec in fields(SamplingParams) if isinstance(spec.default, bool))
 # Fields of a request that the chat sets itself, or whose results it does not display.

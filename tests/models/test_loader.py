@@ -169,8 +169,8 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
         (lambda t: t.pop(NORM), r"lacks weights: layers\.1\.self_attn\.q_norm\.weight\."),
         (lambda t: t.update({NORM: torch.ones(3)}), r"\[3\]; the config asks for \[128\]"),
         (
-            lambda t: t.update({NORM: torch.ones(128, dtype=torch.int8)}),
-            r"q_norm\.weight has the dtype I8; expected F32",
+            lambda t: t.update({NORM: torch.ones(128, dtype=torch.int16)}),
+            r"q_norm\.weight has the dtype I16; expected F32",
         ),
         (lambda t: t.update(surplus=torch.ones(3)), r"does not take: surplus \(F32\)"),
         (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(9)}), "and 5 more"),

@@ -321,7 +321,8 @@ def test_settings_say_what_is_allowed_and_have_all_samplers_of_the_server(
     expect(temperature).to_have_attribute("aria-invalid", "false")
 
     declared: dict[str, dict[str, Any]] = page.evaluate("SAMPLING")
-    shared = {*SHARED_FIELDS} - {"prompt_logprobs", "logprobs", "return_routed_experts"}
+    scores = {"logprobs", "logprob_token_ids", "prompt_logprobs", "return_routed_experts"}
+    shared = {*SHARED_FIELDS} - scores
     assert declared.keys() == {
         *shared,
         *("max_tokens", "thinking_token_budget", "include_stop_str_in_output"),
