@@ -20,6 +20,8 @@ _NO_RESULT = ("st.", "stmatrix", "bar.", "bra", "cp.", "red.", "fence", "prefetc
 
 def overwritten(ptx: str) -> set[str]:
     """The registers, for all loops of a kernel: each is followed for two steps."""
+    if _PRODUCT.search(ptx) is None:
+        return set()
     lines = ptx.splitlines()
     labels = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
     found: set[str] = set()
@@ -33,6 +35,7 @@ def overwritten(ptx: str) -> set[str]:
 
 def _written_early(lines: list[str]) -> Iterator[str]:
     groups: list[set[str]] = [set()]  # that are read, the last one by what is not committed yet
+    read = set[str]()
     for line in ";".join(lines).split(";"):
         if product := _PRODUCT.search(line):
             groups[-1].update(_REGISTER.findall(product[1]))
@@ -41,10 +44,13 @@ def _written_early(lines: list[str]) -> Iterator[str]:
         elif wait := _WAIT.search(line):
             groups = groups[-1 - int(wait[1]) :]
         else:
-            yield from set().union(*groups) & _results(line)
+            yield from read & _results(line)
+            continue
+        read = set().union(*groups)
 
 
 def _results(line: str) -> set[str]:
+    """The registers that an instruction writes."""
     words = re.sub(r"^\s*\{?\s*(@!?%\w+)?\s*", "", line).split(None, 1)
     if len(words) < 2 or words[0].startswith(_NO_RESULT):
         return set()
