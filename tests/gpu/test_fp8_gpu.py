@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from support.fp8_cases import E4M3, assert_product, bits, expected_rows
+from support.fp8_layers import check_overlap
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise import norm
@@ -181,38 +182,7 @@ def test_layers_in_a_graph(block: tuple[int, int] | None, m: int) -> None:
     """Launches that overlap give to the bit what they give one at a time."""
     size, inner = 1024, 3072
     layers = [layer(block, size, inner) for _ in range(4)]
-    share_kernels([product for products in layers for product in products.values()])
-    weight = SimpleNamespace(weight=random(size), eps=1e-6)
-
-    def run(x: Tensor, *, calm: bool) -> Tensor:
-        def wait() -> None:
-            if calm:
-                torch.cuda.synchronize()
-
-        residual = Residual(x.clone())
-        wait()
-        for products in layers:
-            y, rows = products["qkv"].of_norm(residual, weight)
-            wait()
-            residual = Residual(rows, delta=y)
-            hidden, rows = products["gate_up"].gated_mul_of_norm(residual, weight, products["down"])
-            wait()
-            residual = products["down"].add_to(hidden, rows)
-            wait()
-        assert residual.delta is not None
-        return residual.rows + residual.delta
-
-    x = random(m, size)
-    run(x, calm=True)  # compiled before it is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(x, calm=False)
-    for _ in range(20):
-        x.normal_()
-        expected = run(x, calm=True)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, expected)
+    check_overlap(layers, random(m, size))
 
 
 def test_an_empty_batch() -> None:

@@ -3,8 +3,6 @@ experts against the reference."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ pytest.importorskip("triton")
 
 from support.fp8_cases import expected_int8
 from support.fp8_expert_cases import check, check_nan
+from support.fp8_layers import check_overlap
 
 from minisgl.config import Activations
 from minisgl.kernels.elementwise import norm
@@ -20,10 +19,9 @@ from minisgl.kernels.elementwise.activation import gated_mul
 from minisgl.kernels.elementwise.quantize import quantize, rms_norm_quantize
 from minisgl.kernels.fp8_rows import Fp8Rows, room
 from minisgl.kernels.linear.fp8.fp8_gemm import linear
-from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct, share_kernels
+from minisgl.kernels.linear.fp8.fp8_product import TensorCoreProduct
 from minisgl.kernels.linear.fp8.fp8_tiles import allocate_workspace
 from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.residual import Residual
 
 pytestmark = pytest.mark.gpu
 
@@ -96,38 +94,7 @@ def test_layers_in_a_graph(m: int) -> None:
         {name: TensorCoreProduct(weights(*nk), activations=TOKEN) for name, nk in shapes.items()}
         for _ in range(4)
     ]
-    share_kernels([product for products in layers for product in products.values()])
-    weight = SimpleNamespace(weight=random(size), eps=1e-6)
-
-    def run(x: Tensor, *, calm: bool) -> Tensor:
-        def wait() -> None:
-            if calm:
-                torch.cuda.synchronize()
-
-        residual = Residual(x.clone())
-        wait()
-        for products in layers:
-            y, rows = products["qkv"].of_norm(residual, weight)
-            wait()
-            residual = Residual(rows, delta=y)
-            hidden, rows = products["gate_up"].gated_mul_of_norm(residual, weight, products["down"])
-            wait()
-            residual = products["down"].add_to(hidden, rows)
-            wait()
-        assert residual.delta is not None
-        return residual.rows + residual.delta
-
-    x = random(m, size)
-    run(x, calm=True)  # compiled before it is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(x, calm=False)
-    for _ in range(20):
-        x.normal_()
-        expected = run(x, calm=True)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, expected)
+    check_overlap(layers, random(m, size))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 40, 256, 3000])

@@ -12,7 +12,7 @@ import torch
 from support.checkpoints import load_reference, reference_logits
 from support.drafters import KnowingDrafter
 from support.fake_matcher import FakeMatcher, held_to
-from support.parity import FEW_PAGES, case_of, load_engine
+from support.parity import WAYS, case_of, load_engine
 from torch import Tensor
 
 from minisgl.engine import AsyncEngine
@@ -27,12 +27,8 @@ PARAMS = [
     SamplingParams(temperature=0, logit_bias={7: 9.0}, max_tokens=NUM_TOKENS, logprobs=2),
 ]
 DRAFTS = {"speculative": "ngram", "draft_tokens": 3}
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks": {"page_size": 1, "max_prefill_length": 7},
-    "padded": {"padded": 8, "max_prefill_length": 16},
-    "no overlap": {"overlap": False},
-    "few pages": FEW_PAGES,
+ALL_WAYS: dict[str, dict[str, Any]] = {
+    **WAYS,
     "ranks": {"tp": 2},
     "by request": {"tp": 2, "dp_attention": True},
     "stages": {"pp": 2, "max_prefill_length": 16},
@@ -74,7 +70,7 @@ def wanted(request: Request) -> Tensor:
     return logits[request.num_prompt_tokens - 1 : -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_named_tokens_have_the_logprobs_of_transformers(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +81,7 @@ def test_named_tokens_have_the_logprobs_of_transformers(
         streams = [[*prompt, *out] for prompt, out in zip(case.prompts, unnamed(), strict=True)]
         drafter = KnowingDrafter("fading", streams, case.spec.vocab_size)
         monkeypatch.setattr("minisgl.runner.load.NgramDrafter", drafter)
-    found = answers(**WAYS[way])
+    found = answers(**ALL_WAYS[way])
     assert [request.output_token_ids for request in found] == unnamed()
     for request in found:
         ids = [*request.params.logprob_token_ids]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.drafters import Kind, KnowingDrafter, num_accepted, num_drafted, watch
 from support.followed import audit_once
-from support.parity import FEW_PAGES, Case, case_of, load_engine
+from support.parity import FEW_PAGES, WAYS, Case, case_of, load_engine
 from support.pipelines import Outcome, mixed_outcomes
 
 from minisgl.drafting.drafter import DraftStep
@@ -93,15 +93,6 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("minisgl.runner.load.NgramDrafter", drafter)
 
     return use
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks": {"page_size": 1, "max_prefill_length": 7},
-    "padded": {"padded": 8, "max_prefill_length": 16},
-    "no overlap": {"overlap": False},
-    "few pages": FEW_PAGES,
-}
 
 
 @pytest.mark.parametrize(

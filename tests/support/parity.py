@@ -56,6 +56,14 @@ FEW_PAGES: dict[str, Any] = {
     "max_seq_len_override": 132,
     "schedule_conservativeness": 0.02,
 }
+# How one rank may compute the same requests.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"page_size": 1, "max_prefill_length": 7},
+    "padded": {"padded": 8, "max_prefill_length": 16},
+    "no overlap": {"overlap": False},
+    "few pages": FEW_PAGES,
+}
 
 
 @dataclass(frozen=True)
