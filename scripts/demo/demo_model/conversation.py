@@ -287,9 +287,9 @@ def conversation(world: World) -> Dialogue:
     kind = rng.random()
     if kind < 0.40:
         return Dialogue([any_exchange(world)])
-    if kind < 0.50:
+    if kind < 0.52:
         return any_with_tools(world)
-    if kind < 0.58:
+    if kind < 0.59:
         return Dialogue([any_exchange(world) for _ in range(rng.randint(2, 5))])
     if kind < 0.72:
         manner = rng.choice(("neutral", "upper", "lower", "begin", "end", "json"))

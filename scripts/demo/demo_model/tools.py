@@ -56,7 +56,7 @@ def make_tool(world: World, kind: str) -> Tool:
     noun = thing or rng.choice(known["nouns"].split())
     name = _name(world, noun)
     does = world.phrase(f"tool.{kind}_does", thing=thing).text
-    if rng.random() < 0.1 and noun.split("_")[-1] in name.lower():
+    if rng.random() < 0.2 and noun.split("_")[-1] in name.lower():
         does = ""  # the name says it
     return Tool(kind, thing, name, tuple(parameters), f"{name}({', '.join(shown)}): {does}")
 
