@@ -1,8 +1,9 @@
 """Trains the bundled demo model: `python scripts/demo/train_demo.py FOLDER`.
 
-A Qwen3 of 5.2 million parameters, trained from scratch on generated conversations (scripts/demo/)
-and written as a Hugging Face checkpoint. Training takes minutes on one GPU, in one process; worker
-processes generate shards of conversations ahead.
+A Qwen3 of 4.7 million parameters, trained from scratch on generated conversations (scripts/demo/)
+and written as a Hugging Face checkpoint, then its drafter, of 0.5 million, in FOLDER/drafter.
+Training takes minutes on one GPU, in one process; worker processes generate shards of conversations
+ahead.
 
 The run can be interrupted: after --minutes it writes FOLDER/checkpoint.pt, from which the same
 command continues. On one machine the resulting model is the same as that of an uninterrupted run.
@@ -40,7 +41,13 @@ from demo_model.evaluation import (
     table,
     tokenized_cases,
 )
-from demo_model.model import DemoModel, ModelSizes, hugging_face_config, named_weights
+from demo_model.model import (
+    DRAFTER,
+    DemoModel,
+    ModelSizes,
+    hugging_face_config,
+    named_weights,
+)
 from demo_model.muon import Muon
 from demo_model.tables import SNAPSHOT, snapshot
 from demo_model.tokenizer import make_tokenizer
@@ -291,13 +298,14 @@ def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
     (folder / "model.safetensors").chmod(0o644)
     config = hugging_face_config(trainer.settings.shape)
     (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
-    generation = {
-        "do_sample": False,
-        "eos_token_id": [END_ID, END_OF_TEXT_ID],
-        "pad_token_id": END_OF_TEXT_ID,
-    }
-    write("generation_config.json", generation, indent=2)
-    write(SNAPSHOT.name, snapshot() | {"evaluation": evaluation_hash()}, indent=1)
+    if (folder / "tokenizer.json").exists():  # a drafter has that of its model
+        generation = {
+            "do_sample": False,
+            "eos_token_id": [END_ID, END_OF_TEXT_ID],
+            "pad_token_id": END_OF_TEXT_ID,
+        }
+        write("generation_config.json", generation, indent=2)
+        write(SNAPSHOT.name, snapshot() | {"evaluation": evaluation_hash()}, indent=1)
     progress = trainer.progress
     write(
         FINISHED,
@@ -325,7 +333,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the bundled demo model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=200)
+    parser.add_argument("--shards", type=int, default=180)
+    parser.add_argument("--drafter-shards", type=int, default=40)
     parser.add_argument("--shard-tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int, default=8 * BATCH_UNIT)
     parser.add_argument("--minutes", type=float, default=9.2, help="then leave a checkpoint")
@@ -340,7 +349,10 @@ def main() -> None:
     started = time.monotonic()
     arguments = parse_arguments()
     folder: Path = arguments.folder
-    if (folder / FINISHED).exists():
+    trained = ((folder, arguments.shards, ModelSizes()),
+               (folder / "drafter", arguments.drafter_shards, DRAFTER))  # fmt: skip
+    trained = [part for part in trained if not (part[0] / FINISHED).exists()]
+    if not trained:
         raise SystemExit(f"{folder} holds a finished model: train in another folder, or remove it")
     if evaluation_hash() != FROZEN_HASH:
         raise SystemExit("the evaluation has changed; freeze it first, in demo_model/evaluation.py")
@@ -351,14 +363,17 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers already use all cores
     # Forked, so that workers do not import torch, and before CUDA is initialized.
     with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
-        train(arguments, pool, deadline=started + 60 * arguments.minutes)
+        for part, num_shards, shape in trained:
+            sizes = (arguments.shard_tokens, arguments.batch_tokens)
+            settings = Settings(arguments.seed, num_shards, *sizes, shape)
+            part.mkdir(exist_ok=True)
+            if not train(part, settings, arguments.workers, pool, started + 60 * arguments.minutes):
+                return
 
 
-def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
-    folder: Path = arguments.folder
-    settings = Settings(
-        arguments.seed, arguments.shards, arguments.shard_tokens, arguments.batch_tokens
-    )
+def train(folder: Path, settings: Settings, num_workers: int, pool: Pool, deadline: float) -> bool:
+    """Train a model into `folder`. Returns whether it is finished."""
+    texts = folder.parent if settings.shape == DRAFTER else folder  # has the tokenizer
     on_gpu = torch.cuda.is_available()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would compile for each shape of batch
     trainer = Trainer(settings, torch.device("cuda" if on_gpu else "cpu"), compiles=on_gpu)
@@ -367,15 +382,15 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
         trainer.load(checkpoint)
         print(f"going on from shard {trainer.progress.next_shard}")
 
-    shards = make_ahead(pool, folder, settings, trainer.progress.next_shard, 2 * arguments.workers)
+    shards = make_ahead(pool, texts, settings, trainer.progress.next_shard, 2 * num_workers)
     trainer.warm_up()
-    cases = tokenized_cases(folder)
+    cases = tokenized_cases(texts)
     print(f"ready to train on {trainer.device}", flush=True)
     train_until(deadline, trainer, shards, cases)
     if trainer.progress.next_shard < settings.shards:
         trainer.save(checkpoint)
         print(f"{checkpoint}: run again to go on from shard {trainer.progress.next_shard}")
-        return
+        return False
 
     round_weights(trainer.model)
     scores = evaluate(trainer.model, cases, settings.batch_tokens)
@@ -383,6 +398,7 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
     write_model(folder, trainer, scores)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print(f"{folder}: {num_parameters / 1e6:.2f} M parameters")
+    return True
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from support.draft_policies import choose_by_clock
 from support.folders import ROOT
+from support.serving import demo_engine, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import get_json_schema
 
 from demo_model.evaluation import SPLITS, cases, evaluation_hash
 from demo_model.skills import draw
@@ -21,7 +25,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.models.hub import DEMO_FOLDER as DEMO
 from minisgl.text.tokenizer import Tokenizer
 
-MAX_BYTES = 12e6
+MAX_BYTES = 10_660_123
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -31,7 +35,8 @@ def tokenizer() -> Tokenizer:
 
 
 def test_the_demo_model_is_small() -> None:
-    assert sum(path.stat().st_size for path in DEMO.iterdir()) < MAX_BYTES
+    """With its drafter."""
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
 def test_the_readme_names_the_release_that_the_demo_model_knows() -> None:
@@ -67,14 +72,21 @@ def test_the_demo_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     assert len(questions) / len(tokenizer.encode(questions)) > 2  # letters a token
 
 
-def test_drafts_from_what_is_repeated_bring_over_two_tokens_a_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("drafts", "skills", "least"),
+    [
+        ("ngram", ("copy", "passage"), 2),
+        (str(DEMO / "drafter"), ("option", "command", "tool", "json", "sort", "fact"), 1.3),
+    ],
+)
+def test_drafts_bring_more_than_a_token_a_step(
+    drafts: str, skills: tuple[str, ...], least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_by_clock(monkeypatch)
-    some = [case for case in cases() if case.skill in ("copy", "passage")][::16]
-    assert {case.skill for case in some} == {"copy", "passage"}
+    some = [case for case in cases() if case.skill in skills][::16]
+    assert {case.skill for case in some} == {*skills}
     answers, rates = [], []
-    for speculative in (None, "ngram"):
+    for speculative in (None, drafts):
         with LLM(device="cpu", max_running_requests=1, speculative=speculative) as llm:
             params = SamplingParams(temperature=0, max_tokens=256)
             outputs = llm.chat([case.messages for case in some], params)
@@ -84,7 +96,117 @@ def test_drafts_from_what_is_repeated_bring_over_two_tokens_a_step(
         rates.append(sum(len(answer) - 1 for answer in answers[-1]) / num_steps)
     assert answers[0] == answers[1]
     assert rates[0] <= 1
-    assert rates[1] > 2
+    assert rates[1] > least
+
+
+def get_time(city: str) -> str:
+    """Tells the time in a city.
+
+    Args:
+        city: The city.
+    """
+    return f"{len(city)}:30"
+
+
+def add(a: float, b: float) -> float:
+    """Adds two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+TOOLS: dict[str, Callable[..., object]] = {"get_time": get_time, "add": add}
+
+
+def called(calls: Iterable[tuple[str, str]]) -> list[str]:
+    return [str(TOOLS[name](**json.loads(arguments))) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("question", "calls", "answer"),
+    [
+        ("What time is it in Kyoto?", [("get_time", {"city": "Kyoto"})], "It is 5:30 in Kyoto."),
+        (
+            "What time is it in Leipzig and Utrecht?",
+            [("get_time", {"city": "Leipzig"}), ("get_time", {"city": "Utrecht"})],
+            "It is 7:30 in Leipzig. It is 7:30 in Utrecht.",
+        ),
+        ("What is 214 + 324?", [("add", {"a": 214, "b": 324})], "214 + 324 = 538."),
+        ("What is the capital of France?", [], "The capital of France is Paris."),
+        ("Hello!", [], "Hello! How can I help you?"),
+    ],
+)
+def test_the_demo_model_calls_tools_and_answers_from_their_results(
+    question: str, calls: list[tuple[str, object]], answer: str
+) -> None:
+    """In Python, and over HTTP."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    with LLM(device="cpu") as llm:
+        output = llm.chat(asked, GREEDY, tools=[*TOOLS.values()])
+        found = [(call.name, call.arguments) for call in output.tool_calls]
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+        if calls:
+            made = [
+                {"id": f"call_{number}", "type": "function",
+                 "function": {"name": name, "arguments": arguments}}
+                for number, (name, arguments) in enumerate(found)
+            ]  # fmt: skip
+            asked += [{"role": "assistant", "content": output.text, "tool_calls": made}]
+            asked += [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(made, called(found), strict=True)
+            ]
+            output = llm.chat(asked, GREEDY, tools=[*TOOLS.values()])
+            assert output.tool_calls == []
+        assert output.text == answer
+
+    tools = [get_json_schema(tool) for tool in TOOLS.values()]
+    body = {"messages": asked[:1], "tools": tools, "temperature": 0}
+    with served(demo_engine) as serving, serving.http() as client:
+        reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+        if calls:
+            assert reply["finish_reason"] == "tool_calls"
+            shown = [call["function"] for call in reply["message"]["tool_calls"]]
+            assert [(call["name"], json.loads(call["arguments"])) for call in shown] == calls
+            results = called((call["name"], call["arguments"]) for call in shown)
+            body["messages"] += [reply["message"]]
+            body["messages"] += [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(reply["message"]["tool_calls"], results, strict=True)
+            ]
+            reply = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+        assert (reply["message"]["content"], reply["finish_reason"]) == (answer, "stop")
+
+
+@pytest.mark.parametrize(
+    ("question", "values"),
+    [
+        ("Amara lives in Kyoto. Answer in JSON with the keys name and city.",
+         {"name": "Amara", "city": "Kyoto"}),
+        ("Boris is 37 years old. Answer in JSON with the keys name and age.",
+         {"name": "Boris", "age": 37}),
+        ("What is the capital of France? Answer in JSON with the keys country and capital.",
+         {"country": "France", "capital": "Paris"}),
+        ("What is 17 + 25? Answer in JSON with the key result.", {"result": 42}),
+    ],
+)  # fmt: skip
+def test_the_demo_model_answers_in_json(question: str, values: dict[str, Any]) -> None:
+    """By itself, and under a schema."""
+    types = {str: "string", int: "integer"}
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": types[type(value)]} for key, value in values.items()},
+        "required": [*values],
+    }
+    with LLM(device="cpu") as llm:
+        messages = [{"role": "user", "content": question}]
+        assert json.loads(llm.chat(messages, GREEDY).text) == values
+        output = llm.chat(messages, GREEDY, response_format=schema)
+        assert output.parsed == values
+        assert json.loads(output.text) == values
 
 
 def test_chat_ends_a_turn_with_an_eos_token(tokenizer: Tokenizer) -> None:
@@ -135,6 +257,7 @@ def test_the_demo_model_reaches_the_scores_of_the_readme() -> None:
         assert abs(int(shown[skill][SPLITS.index(split)]) / 100 - shares[skill, split]) < 0.1
     for skill, least in (
         *(("recall", 0.95), ("passage", 0.95), ("copy", 0.95)),
+        *(("tool", 0.85), ("json", 0.85)),
         *(("arithmetic", 0.9), ("sort", 0.9), ("reverse", 0.9), ("count", 0.9), ("option", 0.9)),
     ):
         assert shares[skill, "instances"] >= least, skill

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from demo_model.batches import make_batches
-from demo_model.conversation import WEIGHTS, conversation, remembering
+from demo_model.conversation import WEIGHTS, any_with_tools, conversation, remembering
 from demo_model.data import MAX_TOKENS, NOISE, make_shard
 from demo_model.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
 from demo_model.skills import CASELESS, SKILLS, Exchange, draw
@@ -288,7 +289,8 @@ def test_every_chat_command_is_in_the_training_data(
 
 def test_every_skill_is_evaluated_on_both_splits() -> None:
     groups = {(case.split, case.skill) for case in cases()}
-    assert groups == {(split, skill) for split in SPLITS for skill in (*SKILLS, "recall", "system")}
+    skills = (*SKILLS, "tool", "recall", "system")
+    assert groups == {(split, skill) for split in SPLITS for skill in skills}
     assert set(WEIGHTS) == set(SKILLS)
 
 
@@ -387,12 +389,78 @@ def test_a_shard_equals_its_rendered_conversations() -> None:
     for ids, learned in shard[:50]:
         assert len(ids) == len(learned) <= MAX_TOKENS
         text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text)
+        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.S)
         messages = [{"role": role, "content": content} for role, content in turns]
         prompt = tokenizer.chat(messages[:-1])
         assert ids[: len(prompt)].tolist() == prompt
-        assert not learned[: len(tokenizer.chat(messages[: 1 + (turns[0][0] == "system")]))].any()
+        first = [role for role, _ in turns].index("user")
+        assert not learned[: len(tokenizer.chat(messages[: first + 1]))].any()
         assert learned[len(prompt) :].all()
+
+
+CALL = re.compile(r"<tool_call>\n(.*)\n</tool_call>")
+
+
+def test_calls_have_the_names_of_the_listed_tools() -> None:
+    """And their required parameters; the answer has every result, or says what failed."""
+    world = World(random.Random(5), noise=NOISE)
+    seen: Counter[str] = Counter()
+    for _ in range(400):
+        whole = any_with_tools(world)
+        listed = dict(re.findall(r"^(\w+)\((.*?)\): ", whole.tools, re.M))
+        for exchange in whole.exchanges:
+            calls = [text for role, text in exchange.steps if role == "assistant"]
+            for call in map(json.loads, CALL.findall("\n".join(calls))):
+                shown = [name for name, _ in re.findall(r"(\w+)(\??): ", listed[call["name"]])]
+                optional = re.findall(r"(\w+)\?", listed[call["name"]])
+                assert list(call["arguments"]) == [name for name in shown if name not in optional]
+                for value in call["arguments"].values():
+                    chained = len(calls) > 1 and call == json.loads(CALL.findall(calls[1])[0])
+                    assert str(value) in exchange.question or chained
+                seen[call["name"]] += 1
+            results = [text for role, text in exchange.steps if role == "tool"]
+            assert len(results) == len(CALL.findall("\n".join(calls)))
+            for result in results if len(calls) < 2 else results[-1:]:
+                for value in re.findall(r"[\w.-]*\w", re.sub(r'"\w+": ', "", result)):
+                    assert value in exchange.answer or value == "Error", (result, exchange.answer)
+    assert len(seen) > 150
+
+
+def test_answers_in_json_have_what_was_told() -> None:
+    world, wished = World(random.Random(6)), 0
+    for _ in range(400):
+        exchange = draw(world, "json")
+        values = json.loads(exchange.answer)
+        for value in values if isinstance(values, list) else values.values():
+            if re.search("name|city|age|job", exchange.question) and value is not None:
+                wished += str(value) in exchange.question
+    assert wished > 200
+
+
+def test_the_chat_template_writes_tools_as_the_training_data_does() -> None:
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "unit": {"type": "string"}, "n": {}},
+        "required": ["city", "n"],
+    }
+    described = {"name": "get_time", "description": "Tells the time.", "parameters": parameters}
+    tools = [{"type": "function", "function": f} for f in (described, {"name": "get_date"})]
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "get_time", "arguments": a}}
+        for number, a in enumerate(({"city": "Kyoto", "n": 1}, {"city": "Zürich", "n": 2}))
+    ]
+    question = {"role": "user", "content": "What time is it?"}
+    results = [{"role": "tool", "tool_call_id": n, "content": f"1{n}:05"} for n in "01"]
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    lines = "get_time(city: string, unit?: string, n: any): Tells the time.\nget_date(): "
+    head, tail = '<tool_call>\n{"name": "get_time", "arguments": {"city": ', "}}\n</tool_call>"
+    said = "\n".join(f"{head}{given}{tail}" for given in ('"Kyoto", "n": 1', '"Zürich", "n": 2'))
+    as_trained = [{"role": "tools", "content": lines}, question]
+    as_trained += [{"role": "assistant", "content": said}, *results]
+    given = tokenizer.chat([question, answer, *results], tools=tools)
+    assert given == tokenizer.chat(as_trained)
+    assert tokenizer.token_text(tokenizer.encode(said)[0]) == "<tool_call>"
 
 
 def test_evaluation_cases_equal_the_prompts_of_the_engine() -> None:

@@ -100,15 +100,17 @@ def test_a_written_model_has_the_same_logits_in_transformers(tmp_path: Path) -> 
 
 
 def test_a_finished_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path, Trainer(SETTINGS, CPU), {})
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    (tmp_path / "drafter").mkdir()
+    for folder in (tmp_path, tmp_path / "drafter"):
+        write_model(folder, Trainer(SETTINGS, CPU), {})
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     monkeypatch.setattr(sys, "argv", ["train_demo.py", str(tmp_path)])
     with pytest.raises(SystemExit) as refusal:
         train_demo.main()
     assert refusal.value.code == (
         f"{tmp_path} holds a finished model: train in another folder, or remove it"
     )
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_the_loss_falls(whole_run: tuple[DemoModel, list[float]]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from demo_model.skills import Exchange, draw, listed
+from demo_model.skills import Exchange, as_json, draw, key_name, keys_phrase, listed, record
+from demo_model.tools import exchange as exchange_with
+from demo_model.tools import listing, make_tools, some_tools, unanswered
 from demo_model.world import World, word_list, words
 
 # Relative frequency of each skill.
 WEIGHTS = {
     "smalltalk": 8,
     "identity": 6,
-    "option": 26,
-    "command": 8,
+    "option": 34,
+    "command": 10,
     "copy": 11,
     "reverse": 8,
     "spell": 7,
@@ -23,6 +25,7 @@ WEIGHTS = {
     "fact": 12,
     "refusal": 8,
     "passage": 7,
+    "json": 12,
 }
 # Skills whose answers repeat no word of the user, so that their case can be changed.
 CLOSED = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
@@ -33,14 +36,14 @@ LONGEST_TOKENS = 2030  # estimated tokens of a conversation
 class Dialogue:
     exchanges: list[Exchange]
     system: str = ""
+    tools: str = ""  # a line for each
 
     def messages(self) -> list[dict[str, str]]:
         """The messages in the form of the API, answers included."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        said = [(role, text) for role in ("tools", "system") if (text := getattr(self, role))]
         for exchange in self.exchanges:
-            messages.append({"role": "user", "content": exchange.question})
-            messages.append({"role": "assistant", "content": exchange.answer})
-        return messages
+            said += [("user", exchange.question), *exchange.steps, ("assistant", exchange.answer)]
+        return [{"role": role, "content": content} for role, content in said]
 
 
 def estimated_tokens(exchange: Exchange) -> int:
@@ -55,7 +58,10 @@ def any_exchange(world: World) -> Exchange:
 
 
 def instructed(world: World, manner: str, num_exchanges: int) -> Dialogue:
-    """Make a conversation with a system prompt. manner: neutral, upper, lower, begin or end."""
+    """Make a conversation with a system prompt. manner: neutral, upper, lower, begin, end or
+    json."""
+    if manner == "json":
+        return in_json(world, num_exchanges)
     word = world.closing()
     follow: Callable[[str], str] = {
         "neutral": str,
@@ -70,6 +76,46 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Dialogue:
         exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
         exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
     return Dialogue(exchanges, world.phrase(f"system.{manner}", word=word).text)
+
+
+def in_json(world: World, num_exchanges: int) -> Dialogue:
+    """Make a conversation whose system prompt asks for JSON: of what is told, or any answer."""
+    if world.rng.random() < 0.5:
+        told, wish, answer = record(world)
+        return Dialogue([Exchange(told, answer, None)], wish)
+    plain = world.rng.random() < 0.5
+    key = "answer" if plain else key_name(world, "answer")
+    exchanges = []
+    for _ in range(num_exchanges):
+        exchange = draw(world, world.pick(CLOSED))
+        exchanges.append(replace(exchange, answer=as_json({key: exchange.answer})))
+    system = world.phrase("json.system").text if plain else keys_phrase(world, [key])
+    return Dialogue(exchanges, system)
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+
+def with_tools(world: World, *ways: str) -> Dialogue:
+    """Make a conversation with an exchange of each of `ways`: see demo_model/tools.py."""
+    tools = make_tools(world, "add") if ways[:1] == ("three",) else some_tools(world)
+    exchanges = [exchange_with(world, tools, way) for way in ways]
+    manner = world.rng.random() < 0.2 and not world.evaluates
+    return Dialogue(
+        exchanges, world.phrase("system.neutral").text if manner else "", listing(tools)
+    )
+
+
+def any_with_tools(world: World) -> Dialogue:
+    kind = world.rng.random()
+    if kind < 0.05:
+        return Dialogue([unanswered(world, world.pick(("time", "date", "weather", "timer")))])
+    if kind < 0.12:
+        whole = remembering(world, world.rng.randint(30, 250))
+        tools = make_tools(world, *["lookup"] * world.rng.randint(1, 3))
+        return replace(whole, tools=listing(tools))
+    ways = ("one", "one", "one", "two", "none", "none", "three")
+    return with_tools(world, *world.rng.choices(ways, k=world.rng.choice((1, 1, 1, 2, 3))))
 
 
 # -- recall ---------------------------------------------------------------------------------------
@@ -149,6 +195,19 @@ class Memory:
         }[kind]
         return Exchange(question, answer, None)
 
+    def ask_json(self) -> Exchange:
+        """Ask for some of the facts as JSON."""
+        known = [topic for topic in self.known if topic[0] != "list"] or [("name", "")]
+        topics = self.world.rng.sample(known, min(len(known), self.world.rng.randint(1, 3)))
+        values = {
+            which.replace(" ", "_") or kind: self.known.get((kind, which)) for kind, which in topics
+        }
+        question = self.world.phrase("recall.json_ask", keys=listed(list(values)))
+        as_numbers = {
+            key: int(value) if value and value.isdigit() else value for key, value in values.items()
+        }
+        return Exchange(question.text, as_json(as_numbers), None)
+
     def _items(self) -> str:
         items = self.world.words(self.world.rng.randint(2, 6))
         return ", ".join(items) if self.world.rng.random() < 0.5 else listed(items)
@@ -203,6 +262,8 @@ def remembering(world: World, num_tokens: int) -> Dialogue:
             if estimated_tokens(exchange) > room + 60:
                 continue  # too long
             exchanges.append(exchange)
+        elif rng.random() < 0.1:
+            exchanges.append(memory.ask_json())
         elif rng.random() < 0.45:
             exchanges.append(memory.tell(memory.any_topic()))
         elif rng.random() < 0.8:
@@ -210,6 +271,8 @@ def remembering(world: World, num_tokens: int) -> Dialogue:
         else:
             exchanges.append(memory.ask(memory.any_topic()))
         room -= estimated_tokens(exchanges[-1])
+    if rng.random() < 0.08 and not world.evaluates:
+        return Dialogue([*exchanges, memory.ask_json()])
     untold = rng.random() < 0.1
     last = memory.any_topic() if untold else world.pick(list(memory.known))
     return Dialogue([*exchanges, memory.ask(last)])
@@ -219,15 +282,17 @@ def remembering(world: World, num_tokens: int) -> Dialogue:
 
 
 def conversation(world: World) -> Dialogue:
-    """Any conversation: half of them are one exchange, some fill the context."""
+    """Any conversation: two in five are one exchange, some fill the context."""
     rng = world.rng
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.40:
         return Dialogue([any_exchange(world)])
-    if kind < 0.55:
+    if kind < 0.52:
+        return any_with_tools(world)
+    if kind < 0.59:
         return Dialogue([any_exchange(world) for _ in range(rng.randint(2, 5))])
-    if kind < 0.70:
-        manner = rng.choice(("neutral", "upper", "lower", "begin", "end"))
+    if kind < 0.72:
+        manner = rng.choice(("neutral", "upper", "lower", "begin", "end", "json"))
         return instructed(world, manner, rng.choice((1, 1, 2, 3)))
     if kind < 0.90:
         return remembering(world, rng.randint(30, 250))

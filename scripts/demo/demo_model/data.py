@@ -54,7 +54,7 @@ def tokenize(folder: Path, conversations: Iterable[Dialogue]) -> list[Tokenized]
     }
     heads = {
         role: [START_ID, *tokenizer.encode(f"{role}\n").ids]
-        for role in ("system", "user", "assistant")
+        for role in ("tools", "system", "user", "assistant", "tool")
     }
     gap = tokenizer.encode("\n").ids
     made = []

@@ -12,29 +12,38 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from demo_model.conversation import Dialogue, instructed, remembering
+from demo_model.conversation import Dialogue, instructed, remembering, with_tools
 from demo_model.data import tokenize
 from demo_model.skills import SKILLS, draw
 from demo_model.world import World, plain
 
 SEED = 20261121
 SPLITS = ("instances", "phrasings")
-GROUPS = (*SKILLS, "recall", "system")  # of cases
+GROUPS = (*SKILLS, "tool", "recall", "system")  # of cases
 MANNERS = ("upper", "lower", "begin", "end")
+WAYS = ("one", "two", "none", "one", "three", "one")  # with tools
 # Lengths, in tokens, of the recall conversations.
 RECALL_TOKENS = (40, 80, 150, 300, 500, 800, 1300, 1800)
-NUM_CASES = {"recall": 64, "copy": 48, "arithmetic": 48, "option": 96, "command": 36}
+NUM_CASES = {
+    "recall": 64,
+    "tool": 96,
+    "json": 48,
+    "copy": 48,
+    "arithmetic": 48,
+    "option": 96,
+    "command": 36,
+}
 NUM_CASES_OF_OTHERS = 24
 
 # Hash of the cases held out from the training of the bundled model. Other cases or other options
 # require a new training.
-FROZEN_HASH = "e8032f87969a6ee9666fe73efe5cec237e555384ee21b8a3deae1ed87a6e47e9"
+FROZEN_HASH = "d727d7cc375678e3936b07ed956bcc1d57967b221e2b0acc0bfc14400926bd06"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +130,15 @@ def conversation_of(world: World, skill: str, index: int) -> Dialogue:
         return remembering(world, RECALL_TOKENS[index % len(RECALL_TOKENS)])
     if skill == "system":
         return instructed(world, MANNERS[index % len(MANNERS)], 1 + index % 3)
+    if skill == "json" and index % 3 == 0:
+        return instructed(world, "json", 1)
+    if skill == "tool":
+        whole = with_tools(world, WAYS[index % len(WAYS)])
+        # Half of them end with a call, the others with the answer from the results.
+        (exchange,) = whole.exchanges
+        if exchange.steps and index // len(WAYS) % 2:
+            last = max(n for n, (role, _) in enumerate(exchange.steps) if role == "assistant")
+            before, (_, call) = exchange.steps[:last], exchange.steps[last]
+            return replace(whole, exchanges=[replace(exchange, answer=call, steps=before)])
+        return whole
     return Dialogue([draw(world, skill)])

@@ -26,13 +26,19 @@ class ModelSizes:
     vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 512
-    num_layers: int = 8
+    num_layers: int = 7
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
     max_positions: int = 2048
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+
+
+# A model that drafts tokens for the bundled one: the same vocabulary, a tenth of the weights.
+DRAFTER = ModelSizes(
+    hidden_size=128, intermediate_size=192, num_layers=2, num_heads=2, num_kv_heads=2
+)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ ANSWERS = {
         "what_is_minisgl": "minisgl is a compact and fast inference engine for language models.",
         "maker": "The makers of minisgl trained me.",
         "abilities": "I can chat, remember what you tell me, count, sort, spell, copy, reverse, "
-        "add, subtract, and answer questions about minisgl.",
+        "add, subtract, call tools, answer in JSON, and answer questions about minisgl.",
         "age": "I am as old as this version of minisgl.",
         "memory": "Yes. Tell me something, and ask me for it later.",
         "size": "I have about five million parameters, which is very small.",
@@ -50,7 +51,8 @@ ANSWERS = {
         "not_others": "No, I am the minisgl demo model.",
         "licence": "minisgl is free under the Apache 2.0 licence.",
         "hardware": "minisgl runs on NVIDIA GPUs, and on CPUs more slowly.",
-        "models": "minisgl runs models of the Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE families.",
+        "models": "minisgl runs models of the Llama, Mistral, Qwen, Gemma, gpt-oss, DeepSeek and "
+        "Kimi families, and many more.",
         "limits": "I am very small. I know only what I was trained for.",
     },
 }
@@ -79,6 +81,8 @@ class Exchange:
     # Identifies the instance: the question before `wear_down`, or its subject. None if the words
     # already do, as names and numbers, for which training and evaluation have separate lists.
     key: str | None
+    # What comes between, as (role, content): calls of tools and their results.
+    steps: tuple[tuple[str, str], ...] = ()
 
 
 def asked(phrase: Phrase, answer: str) -> Exchange:
@@ -406,6 +410,107 @@ def passage(world: World) -> Exchange:
     return Exchange(" ".join([*told, question.text]), f"{name} lives in {city}.", None)
 
 
+# -- answers in JSON ------------------------------------------------------------------------------
+
+# What a key may be called; any other says what it is.
+KEY_NAMES = {
+    "name": "name name name person who full_name",
+    "city": "city city city town home place location",
+    "age": "age age age years",
+    "job": "job job work profession occupation",
+    "answer": "answer answer reply response text message output",
+    "result": "result result sum total value number",
+    "items": "items list words",
+}
+
+
+def key_name(world: World, what: str) -> str:
+    return str(world.pick(KEY_NAMES.get(what, what).split()))
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def keys_phrase(world: World, keys: list[str]) -> str:
+    """Ask for JSON with these keys."""
+    quoted = world.rng.random() < 0.15
+    names = [f'"{key}"' if quoted else key for key in keys]
+    shown = listed(names) if world.rng.random() < 0.6 else ", ".join(names)
+    return world.phrase("json.keys" if len(keys) > 1 else "json.one", keys=shown).text
+
+
+def in_json(world: World) -> Exchange:
+    kind = world.pick(("record", "record", "record", "sentence", "value", "list"))
+    if kind == "record":
+        told, wish, answer = record(world)
+        return Exchange(
+            " ".join((wish, told) if world.rng.random() < 0.3 else (told, wish)), answer, None
+        )
+    if kind == "list":
+        items = _some_items(world, world.rng.randint(2, 6))
+        question = world.phrase("json.list", items=", ".join(items))
+        values = [int(item) if item.isdigit() else item for item in items]
+        return Exchange(question.text, as_json(values), ", ".join(items))
+    if kind == "sentence":
+        found = SKILLS[world.pick(("smalltalk", "identity", "fact", "arithmetic"))](world)
+        plain = world.rng.random() < 0.4
+        key = "answer" if plain else key_name(world, "answer")
+        wish = world.phrase("json.plain").text if plain else keys_phrase(world, [key])
+        values = {key: found.answer}
+    else:
+        if world.rng.random() < 0.5:
+            found = arithmetic(world)
+            if found.answer == TOO_LARGE:
+                return in_json(world)
+            known = {key_name(world, "result"): int(found.answer.rstrip(".").split("= ")[1])}
+        else:
+            country, city = _listed_pair(world, "capitals")
+            intent = world.pick(("capital", "country"))
+            found = asked(world.phrase(f"facts.{intent}", country=country, city=city), "")
+            known = {"country": country, "capital": city}
+        keys = world.rng.sample(list(known), world.rng.randint(1, len(known)))
+        wish, values = keys_phrase(world, keys), {key: known[key] for key in keys}
+    return Exchange(f"{found.question} {wish}", as_json(values), found.key)
+
+
+def record(world: World) -> tuple[str, str, str]:
+    """What is told of a person, a wish for JSON, and the answer."""
+    rng = world.rng
+    name, city, thing = world.name(), world.city(), world.pick(world.favourite_kinds())
+    value, age, job = (
+        world.favourite_of(thing),
+        rng.randint(1, 99),
+        world.pick(words()["jobs"].split()),
+    )
+    sentences = {
+        "city": world.phrase("recall.passage_city", name=name, city=city).text,
+        "age": world.phrase("json.age", name=name, age=age).text,
+        "job": world.phrase("json.job", name=name, job=job).text,
+        thing: world.phrase("json.favourite", name=name, thing=thing, value=value).text,
+    }
+    facts: dict[str, object] = {"name": name, "city": city, "age": age, "job": job, thing: value}
+    told = rng.sample(list(sentences), rng.randint(1, 3))
+    said = [sentences[what] for what in told]
+    if told[0] == "city" and rng.random() < 0.3:  # the user speaks
+        said[0] = world.phrase("recall.both_tell", name=name, city=city).text
+    if rng.random() < 0.15:
+        return (
+            " ".join(said),
+            world.phrase("json.plain").text,
+            as_json({what: facts[what] for what in ("name", *told)}),
+        )
+    wanted = rng.sample(["name", *told], rng.randint(1, len(told) + 1))
+    if rng.random() < 0.1:  # also what is not told
+        wanted += [what for what in ("age", "job", "city") if what not in told][:1]
+    if len(wanted) > 1 and "name" in wanted and rng.random() < 0.6:
+        wanted.sort(key=lambda what: what != "name")
+    keys = {
+        key_name(world, what): facts[what] if what in ("name", *told) else None for what in wanted
+    }
+    return " ".join(said), keys_phrase(world, list(keys)), as_json(keys)
+
+
 def _some_items(world: World, count: int, kind: str = "") -> list[str]:
     match kind or world.pick(("words", "words", "letters", "numbers", "names")):
         case "words":
@@ -447,6 +552,7 @@ SKILLS: dict[str, Callable[[World], Exchange]] = {
     **{skill: partial(_fixed, skill=skill) for skill in ANSWERS},
     **{each.__name__: each for each in (option, command, copy, reverse, spell, count, sort)},
     **{each.__name__: each for each in (arithmetic, fact, refusal, passage)},
+    "json": in_json,
 }
 
 
@@ -463,4 +569,4 @@ def draw(world: World, skill: str) -> Exchange:
             if skill in CASELESS and world.rng.random() < world.noise:
                 lower = question.lower()
                 question = lower.rstrip("?.!") if world.rng.random() < 0.5 else lower
-            return Exchange(question, exchange.answer, key)
+            return replace(exchange, question=question)

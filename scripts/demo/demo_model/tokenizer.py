@@ -18,12 +18,26 @@ NUM_CONVERSATIONS = 20_000
 # The trainer assigns them the first ids; demo_model/data.py uses these.
 SPECIAL_TOKENS = END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# Words with their leading space, single digits, punctuation, white space.
-SPLIT = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
+# Tags of calls, words with their leading space, single digits, punctuation, white space.
+SPLIT = Regex(r"</?tool_call>| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
 
+# A line for each tool; calls as in the format of Hermes.
 CHAT_TEMPLATE = (
+    f"{{% if tools %}}{START}tools"
+    "{% for tool in tools %}{% set it = tool.function %}{% set its = it.parameters or {} %}"
+    "{{ '\\n' ~ it.name }}("
+    "{% for key, value in (its.properties or {}).items() %}"
+    "{{ ', ' if not loop.first }}{{ key }}{{ '?' if key not in (its.required or its.properties) }}"
+    ": {{ value.type or 'any' }}"
+    "{% endfor %}): {{ it.description }}"
+    f"{{% endfor %}}{END}\n{{% endif %}}"
     "{% for message in messages %}"
-    f"{START}{{{{ message['role'] }}}}\n{{{{ message['content'] }}}}{END}\n"
+    f"{START}{{{{ message['role'] }}}}\n{{{{ message['content'] or '' }}}}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    f"{{% endfor %}}{END}\n"
     "{% endfor %}"
     f"{{% if add_generation_prompt %}}{START}assistant\n{{% endif %}}"
 )
