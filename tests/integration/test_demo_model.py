@@ -80,7 +80,11 @@ def test_the_demo_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_drafts_bring_more_than_a_token_a_step(
-    drafts: str, skills: tuple[str, ...], least: float, monkeypatch: pytest.MonkeyPatch
+    drafts: str,
+    skills: tuple[str, ...],
+    least: float,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choose_by_clock(monkeypatch)
     some = [case for case in cases() if case.skill in skills][::16]
@@ -89,7 +93,7 @@ def test_drafts_bring_more_than_a_token_a_step(
     for speculative in (None, drafts):
         with LLM(device="cpu", max_running_requests=1, speculative=speculative) as llm:
             params = SamplingParams(temperature=0, max_tokens=256)
-            outputs = llm.chat([case.messages for case in some], params)
+            outputs = llm.generate([tokenizer.chat(case.messages) for case in some], params)
             # One after the other. A prompt's own step brings the first token.
             num_steps = llm.engine.stats().counters.num_steps - len(some)
         answers.append([output.token_ids for output in outputs])
