@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from demo_model.skills import Exchange, as_json, draw, key_name, keys_phrase, listed, record
 from demo_model.tools import exchange as exchange_with
-from demo_model.tools import make_tools, some_tools, unanswered
+from demo_model.tools import listing, make_tools, some_tools, unanswered
 from demo_model.world import World, word_list, words
 
 # Relative frequency of each skill.
@@ -98,11 +98,12 @@ def in_json(world: World, num_exchanges: int) -> Dialogue:
 
 def with_tools(world: World, *ways: str) -> Dialogue:
     """Make a conversation with an exchange of each of `ways`: see demo_model/tools.py."""
-    tools = make_tools(world, ["add"]) if ways[0] == "three" else some_tools(world)
+    tools = make_tools(world, "add") if ways[:1] == ("three",) else some_tools(world)
     exchanges = [exchange_with(world, tools, way) for way in ways]
-    neutral = world.rng.random() < 0.2 and not world.evaluates
-    system = world.phrase("system.neutral").text if neutral else ""
-    return Dialogue(exchanges, system, "\n".join(tool.line for tool in tools))
+    manner = world.rng.random() < 0.2 and not world.evaluates
+    return Dialogue(
+        exchanges, world.phrase("system.neutral").text if manner else "", listing(tools)
+    )
 
 
 def any_with_tools(world: World) -> Dialogue:
@@ -111,8 +112,8 @@ def any_with_tools(world: World) -> Dialogue:
         return Dialogue([unanswered(world, world.pick(("time", "date", "weather", "timer")))])
     if kind < 0.12:
         whole = remembering(world, world.rng.randint(30, 250))
-        tools = make_tools(world, ["lookup"] * world.rng.randint(1, 3))
-        return replace(whole, tools="\n".join(tool.line for tool in tools))
+        tools = make_tools(world, *["lookup"] * world.rng.randint(1, 3))
+        return replace(whole, tools=listing(tools))
     ways = ("one", "one", "one", "two", "none", "none", "three")
     return with_tools(world, *world.rng.choices(ways, k=world.rng.choice((1, 1, 1, 2, 3))))
 

@@ -412,9 +412,20 @@ def passage(world: World) -> Exchange:
 
 # -- answers in JSON ------------------------------------------------------------------------------
 
+# What a key may be called; any other says what it is.
+KEY_NAMES = {
+    "name": "name name name person who full_name",
+    "city": "city city city town home place location",
+    "age": "age age age years",
+    "job": "job job work profession occupation",
+    "answer": "answer answer reply response text message output",
+    "result": "result result sum total value number",
+    "items": "items list words",
+}
+
 
 def key_name(world: World, what: str) -> str:
-    return str(world.pick(words()["keys"].get(what, what).split()))
+    return str(world.pick(KEY_NAMES.get(what, what).split()))
 
 
 def as_json(value: object) -> str:
