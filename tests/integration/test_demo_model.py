@@ -228,12 +228,12 @@ def test_chat_ends_a_turn_with_an_eos_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.chat(messages[1:]), skip_special_tokens=False) == user
 
 
-def test_transformers_gives_the_same_answers_with_the_demo_model() -> None:
+def test_transformers_gives_the_same_answers_with_the_demo_model(tokenizer: Tokenizer) -> None:
     asked = random.Random(0).sample([c for c in cases() if len(c.messages) < 4], 12)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     theirs = AutoTokenizer.from_pretrained(DEMO)
     with LLM(dtype="float32") as llm:
-        outputs = [llm.chat(case.messages, GREEDY) for case in asked]
+        outputs = llm.generate([tokenizer.chat(case.messages) for case in asked], GREEDY)
     for case, output in zip(asked, outputs, strict=True):
         ids = theirs.apply_chat_template(
             case.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
