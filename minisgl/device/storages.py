@@ -31,11 +31,6 @@ class Storages:
         self._storages = [*own.values()]
         self._released: list[_Released] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """That they take now."""
-        return sum(each.nbytes() for each in self._storages)
-
     def release(self, dropped: Collection[int], *, keeps_others: bool) -> None:
         """Give all memory back. dropped: addresses of storages whose numbers are not kept on the
         host. keeps_others: whether those of the others are. Raises RuntimeError if the host has no
