@@ -52,10 +52,6 @@ class RankLayout:
     def stage(self, rank: int) -> int:
         return (rank // self.tp - 1) % self.pp
 
-    def tp_rank(self, rank: int) -> int:
-        """The place of a rank in its tensor-parallel group."""
-        return rank % self.tp
-
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 

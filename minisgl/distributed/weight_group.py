@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import socket
@@ -24,10 +25,7 @@ LIMIT_S = 120.0  # for all to join, and for each tensor to come
 LEFT_S = 5.0  # for what a trainer that has ended has still sent
 POLL_S = 0.0001
 PACKED_BYTES = 1 << 30  # a bucket of vLLM's senders ends with the tensor that exceeds this
-_DEVICES = {
-    "gloo": "cpu",
-    "nccl": "cuda",
-}  # the first of each backend, as keys in the store have it
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # the first of a backend, as keys in the store have it
 
 
 class WeightGroup:
@@ -45,11 +43,8 @@ class WeightGroup:
         limit = timedelta(seconds=LIMIT_S)
         place = (address.master_address, address.master_port)
         store: Any = TCPStore(*place, address.world_size, is_master=False, timeout=limit)
-        for prefix in (
-            address.group_name,
-            f"{address.group_name}/",
-            f"{_DEVICES[address.backend]}/",
-        ):
+        name = address.group_name
+        for prefix in (name, f"{name}/", f"{_DEVICES[address.backend]}/"):
             store = PrefixStore(prefix, store)
         self.packed = address.packed
         self._device, self._backend = device, address.backend
@@ -65,14 +60,14 @@ class WeightGroup:
         self._trainer = socket.create_connection(place, timeout=LIMIT_S)
         self._trainer.setblocking(False)
 
-    def receive(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
+    def receive(
+        self, tensors: Iterable[tuple[list[int], torch.dtype]], *, packed: bool = False
+    ) -> Iterator[Tensor]:
         """The tensors that rank 0 broadcasts next, given their shapes and dtypes, on the device.
-        Blocks. Raises RuntimeError if that ends."""
-        for shape, dtype in tensors:
-            yield self._received(shape, dtype)
-
-    def receive_packed(self, tensors: Iterable[tuple[list[int], torch.dtype]]) -> Iterator[Tensor]:
-        """The same of tensors that come as the bytes of several."""
+        packed: as the bytes of several. Blocks. Raises RuntimeError if that ends."""
+        if not packed:
+            yield from itertools.starmap(self._received, tensors)
+            return
         bucket: list[tuple[list[int], torch.dtype, int]] = []
         num_bytes = 0
         for shape, dtype in tensors:

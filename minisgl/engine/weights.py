@@ -256,10 +256,7 @@ class Weights:
 
         async def paused() -> None:
             await self._hold("pause")
-            if in_flight == "abort":
-                self._end_requests(PausedError("The server is paused."))
-            elif in_flight == "recompute":
-                self._scheduler.retract_all()
+            self._disturb(in_flight, PausedError("The server is paused."))
 
         await self._changes.make(paused())
 
@@ -318,10 +315,8 @@ class Weights:
                 "The weights were dropped. Allowed: an update of all of them."
             )
         self._judge()
-        if in_flight == "abort":
-            self._end_requests(AsleepError("The model was put to sleep."))
-        else:
-            self._scheduler.retract_all()
+        in_flight = "recompute" if in_flight == "keep" else in_flight
+        self._disturb(in_flight, AsleepError("The model was put to sleep."))
         self._scheduler.kv.drop_written_since(0)
 
     async def wake(self, tags: Iterable[str] = ()) -> None:
@@ -370,10 +365,7 @@ class Weights:
         self._refuse(self.refusal)
 
     def _change(self, version: str, in_flight: InFlight, *, is_whole: bool) -> None:
-        if in_flight == "abort":
-            self._end_requests(WeightsReplacedError("The weights of the model were replaced."))
-        elif in_flight == "recompute":
-            self._scheduler.retract_all()
+        self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
         self._take_version(version)
         if is_whole:
             self._incomplete = None
@@ -383,6 +375,12 @@ class Weights:
         """Let no request match KV from before."""
         requests = [stream.request for stream in self._delivery.streams.values()]
         self._versions.change(version, secrets.token_bytes(16), requests)
+
+    def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
+        if in_flight == "abort":
+            self._end_requests(error)
+        elif in_flight == "recompute":
+            self._scheduler.retract_all()
 
     def _end_requests(self, error: MinisglError) -> None:
         for stream in [*self._delivery.streams.values()]:

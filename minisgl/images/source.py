@@ -46,11 +46,6 @@ class ImageSource:
             refuse(f"has an address of {len(url)} characters; allowed: {MAX_URL_CHARS}.")
         return cls(url=url, is_low=is_low)
 
-    @classmethod
-    def of_base64(cls, text: str, media_type: str, *, is_low: bool = False) -> ImageSource:
-        """The image that a text in base64 has. Raises InvalidRequestError."""
-        return cls(_decoded(text, media_type), is_low=is_low)
-
 
 @contextmanager
 def named(source: ImageSource) -> Iterator[None]:

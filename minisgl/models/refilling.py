@@ -20,6 +20,7 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.filling import DTYPES, Filling, InMemory, Places, Stored, tensors_of
 from minisgl.models.loader import destinations, names_in
 from minisgl.models.reading import Piece, pieces_of
+from minisgl.models.sleeping import Sleep
 from minisgl.models.target import Target
 from minisgl.models.transformer import CausalLM
 
@@ -75,16 +76,6 @@ class WeightTaker(Protocol):
     def capture(self) -> None: ...
 
 
-class Memory(Protocol):
-    """The memory of a rank: see runner/sleeping.py."""
-
-    def release(self, dropped: Collection[int]) -> None: ...
-
-    def restore(self, tags: Collection[str]) -> None: ...
-
-    def capture(self) -> None: ...
-
-
 class Refilling:
     """Takes the weights of one rank anew, as a WeightTaker."""
 
@@ -95,24 +86,23 @@ class Refilling:
         run on any thread, one at a time, while no step does."""
         self._model, self._config, self._lanes, self._rank = model, config, lanes, rank
         self.tower: Places | None = None  # beside the model, where it sees
+        self.memory: Sleep | None = None  # of the runner that has the model
         self._filling: _Fillings | None = None
-        self._is_partial = False
         self._largest: list[Tensor] = []  # of tensors that are to come, and so begin at 0
-        self._coming: set[str] = set()
-        self._lacking: set[str] = set()  # targets of an update that has begun, and has not ended
+        self._coming: set[tuple[int, str]] = set()
+        self._lacking: set[tuple[int, str]] = set()  # of updates that have not ended
         self._groups: dict[str, WeightGroup] = {}
-        self.memory: Memory | None = None  # of the runner that has the model
 
     def begin(self, infos: Sequence[TensorInfo], partial: bool) -> None:
         """Check all that is to come. partial: the other weights stay. Raises CheckpointError, and
         UnsupportedModelError for weights that the kernels read in another form."""
         self._lanes.enter_thread()
         self._refuse(partial)
-        dry = _Fillings(self._places, self.tower, reads=False)
+        dry = _Fillings(self._all_places, partial=partial, reads=False)
         for info in infos:
             dry.add(info.name, info)
-        dry.end(partial=partial)
-        self._filling, self._is_partial = _Fillings(self._places, self.tower), partial
+        dry.end()
+        self._filling = _Fillings(self._all_places, partial=partial)
         self._coming = dry.filled
         self._largest = [*self._input_scales()]
 
@@ -156,10 +146,10 @@ class Refilling:
         self._lanes.enter_thread()
         if (group := self._groups.get(name)) is None:
             raise CheckpointError(f"There is no group {name:.80}; allowed: one that was joined.")
-        receive = group.receive_packed if packed or group.packed else group.receive
+        expected = ((info.shape, DTYPES[info.dtype]) for info in infos)
         wrong: CheckpointError | None = None
         try:
-            tensors = receive((info.shape, DTYPES[info.dtype]) for info in infos)
+            tensors = group.receive(expected, packed=packed or group.packed)
             for info, tensor in zip(infos, tensors, strict=True):
                 try:
                     self._take(info.name, tensor)
@@ -187,7 +177,7 @@ class Refilling:
         assert self._filling is not None, "an update has begun"
         self._lanes.enter_thread()
         filling, self._filling = self._filling, None
-        filling.end(partial=self._is_partial)
+        filling.end()
         for module in self._module.modules():
             if isinstance(module, Linear):
                 module.product.plain.refresh()
@@ -200,9 +190,7 @@ class Refilling:
     def read(self, name: str, num_rows: int) -> list[Piece]:
         """What this rank has of the first rows of a tensor, by its name in a checkpoint."""
         self._lanes.enter_thread()
-        places = self._places
-        if self.tower is not None and places.names.of(name) is None:
-            places = self.tower
+        places = self._all_places[_place_of(name, self._all_places)]
         return pieces_of(places.to, places.names.of(name), num_rows)
 
     def sleep(self, drops_weights: bool) -> None:
@@ -217,7 +205,7 @@ class Refilling:
             targets = self._places.to.targets
             required = {name: each for name, each in targets.items() if each.is_required}
         self.memory.release(_storages(required.values()))
-        self._lacking |= required.keys()
+        self._lacking |= {(0, name) for name in required}
 
     def wake(self, tags: Collection[str]) -> None:
         """Take the memory of "weights" or "kv_cache" again. Raises DeviceMemoryError."""
@@ -257,33 +245,37 @@ class Refilling:
         return Places(to, names_in(self._config))
 
     @property
+    def _all_places(self) -> list[Places]:
+        """Those of the model, and of the tower beside it."""
+        return [self._places, *filter(None, [self.tower])]
+
+    @property
     def _module(self) -> Any:
         return self._model if isinstance(self._model, CausalLM) else self._model.module
 
 
 class _Fillings:
-    """Those of a model and of the tower beside it, whose weights stay unless they are given."""
+    """Those of a model, and of the tower beside it, whose weights stay unless they are given."""
 
-    def __init__(self, model: Places, tower: Places | None, *, reads: bool = True) -> None:
-        self._names = model.names
-        self._model = Filling(*model, reads=reads)
-        self._tower = None if tower is None else Filling(*tower, reads=reads)
+    def __init__(self, places: Sequence[Places], *, partial: bool, reads: bool = True) -> None:
+        self._places, self._partial = places, partial
+        self._fillings = [Filling(*each, reads=reads) for each in places]
 
     def add(self, name: str, stored: Stored) -> None:
-        filling = self._model
-        if self._tower is not None and self._names.of(name) is None:
-            filling = self._tower
-        filling.add(UPDATE, name, stored)
+        self._fillings[_place_of(name, self._places)].add(UPDATE, name, stored)
 
-    def end(self, *, partial: bool) -> None:
-        self._model.end(UPDATE, partial=partial)
-        if self._tower is not None:
-            self._tower.end(UPDATE, partial=True)
+    def end(self) -> None:
+        for place, filling in enumerate(self._fillings):
+            filling.end(UPDATE, partial=self._partial or place > 0)
 
     @property
-    def filled(self) -> set[str]:
-        of_tower = () if self._tower is None else self._tower.filled
-        return {*self._model.filled, *(f"the tower's {name}" for name in of_tower)}
+    def filled(self) -> set[tuple[int, str]]:
+        return {(i, name) for i, filling in enumerate(self._fillings) for name in filling.filled}
+
+
+def _place_of(name: str, places: Sequence[Places]) -> int:
+    """The first that knows a tensor, or else the model, which says what is wrong with it."""
+    return next((i for i, each in enumerate(places) if each.names.of(name) is not None), 0)
 
 
 def _storages(targets: Iterable[Target]) -> set[int]:

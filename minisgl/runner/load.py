@@ -32,6 +32,7 @@ from minisgl.models.float32_head import widen_head
 from minisgl.models.invariant import make_invariant
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling
+from minisgl.models.sleeping import Sleep
 from minisgl.parts.adapters.device import DeviceAdapters, load_adapters
 from minisgl.parts.device import device_parts
 from minisgl.parts.experts.device import note_experts
@@ -54,7 +55,6 @@ from minisgl.runner.memory import (
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampling_features import Scoring
 from minisgl.runner.setup import Setup
-from minisgl.runner.sleeping import Sleep
 from minisgl.runner.stage import Stage
 from minisgl.runner.warmup import run_largest_steps, time_prefill, trial_capacity, try_graphs
 from minisgl.tiers.disk.disk_cache import open_store

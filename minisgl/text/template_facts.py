@@ -55,7 +55,6 @@ class TemplateFacts:
     takes_systems: bool = False  # several system messages at the beginning
     system_anywhere: bool = False  # and others after an answer
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
-    switches_reasoning: bool = False  # `enable_thinking` makes a difference
     needs_question: bool = False  # without one it leaves out the system's messages, or fails
     leaves_out_text: bool = False  # of a message with calls
     takes_one_text: bool = False  # beside calls: it refuses reasoning and content together
@@ -177,10 +176,6 @@ def probe(render: Render) -> TemplateFacts:
         takes_systems=takes(),
         system_anywhere=takes(question, answer),
         opens_reasoning=plain.rstrip().endswith(OPENINGS),
-        switches_reasoning=len(
-            {text_of([question], enable_thinking=choice) for choice in (True, False)}
-        )
-        > 1,
         needs_question=SYSTEM in with_system and SYSTEM not in text_of([system]),
         leaves_out_text=VALUE in said and said.count(TEXT) < num_said,
         takes_one_text=THOUGHT in thought and not both,

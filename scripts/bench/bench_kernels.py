@@ -37,7 +37,6 @@ from rank_kernels import time_collectives
 from small_kernels import (
     elementwise_cases,
     latent_map_cases,
-    launch_cases,
     ngram_cases,
     sampling_cases,
 )
@@ -55,7 +54,6 @@ SUBJECTS: dict[str, Callable[[Sequence[int] | None], Iterator[Case]]] = {
     "latents": latent_map_cases,
     "sampling": sampling_cases,
     "ngrams": ngram_cases,
-    "launches": launch_cases,
 }
 
 
@@ -82,7 +80,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--rows",
         nargs="+",
         type=int,
-        help="instead of a table's own [of attention and launches: no effect]",
+        help="instead of a table's own [of attention: no effect]",
     )
     add("--kernels", nargs="+", help="such as minisgl, triton or cuBLAS [default: all of a case]")
     add("--tiles", nargs="+", type=tiles_of, metavar="FIELD=N,N", help="tiles to try")

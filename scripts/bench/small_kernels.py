@@ -1,15 +1,11 @@
-"""Cases of bench_kernels.py: what stands between the products of a layer, sampling, the search for
-n-grams at the end of a step, and launches that do nothing.
+"""Cases of bench_kernels.py: what stands between the products of a layer, sampling, and the search
+for n-grams at the end of a step.
 
 A call follows another of its kind on the same tensors: up to some 50 MB they stay in L2, and the
 figure is the cost of launch and latency; above, it is a bandwidth. `torch` is the code that a
 kernel replaces; of latents, `separate` is what is done with more rows: cuBLAS maps, and storing is
 a launch of its own. Of sampling, bytes count each row of logits once, and nearly uniform logits
 (scale 0.5) are the worst case; peaked ones resemble a trained model.
-
-Of `launches` the time is that of one link of a chain, from a result to the next one that needs it:
-of launches with the grids of a decode step, whose programs hold registers while they wait, or of
-barriers in one kernel.
 """
 
 from __future__ import annotations
@@ -258,43 +254,6 @@ def ngrams_problem(num_slots: int, context: int, num_drafts: int = 3) -> Problem
     return Problem(calls={"minisgl": lambda: [call] * 10})
 
 
-# -- launches --------------------------------------------------------------------------------------
-
-
-def chain_problem(grids: Sequence[tuple[int, int]], held: int) -> Problem:
-    """See run_chain of launch_kernels.py."""
-    from launch_kernels import run_chain
-
-    programs, threads = max(size for size, _ in grids), 32 * max(warps for _, warps in grids)
-    sizes = (programs, max(held, 1) * threads, programs, programs)
-    buffers = [torch.zeros(size, dtype=torch.int32, device=DEVICE) for size in sizes]
-
-    def calls(trigger: str) -> Sequence[Callable[[], object]]:
-        return [partial(run_chain, grids, held, trigger, buffers)] * 5
-
-    return Problem(
-        calls={trigger: partial(calls, trigger) for trigger in ("apart", "late", "early")},
-        repeats=len(grids),
-        expected=torch.full((grids[-1][0],), len(grids), device=DEVICE),
-        tolerance=0,
-    )
-
-
-def barriers_problem(programs: int, rounds: int, ways: Sequence[str]) -> Problem:
-    """See run_barriers of launch_kernels.py."""
-    from launch_kernels import run_barriers
-
-    return Problem(
-        calls={
-            way: partial(list, [partial(run_barriers, programs, rounds, way == "load")])
-            for way in ways
-        },
-        repeats=rounds,
-        expected=torch.full((programs,), rounds, device=DEVICE),
-        tolerance=0,
-    )
-
-
 # -- tables ----------------------------------------------------------------------------------------
 
 MAPS = {"store_latents": store_latents, "values_of_latents": values_of_latents}
@@ -312,8 +271,6 @@ ELEMENTWISE: dict[str, Callable[[Config, int], Problem]] = {
     for scales, group in (("token", None), ("group", 128))
 }
 VOCAB_SIZE = 151_936
-# Programs and warps of a layer of Qwen3-0.6B with one row: qkv, attention, o, gate and up, down.
-GRIDS = ((256, 8), (136, 4), (64, 8), (192, 8), (64, 8))
 HOT: dict[str, Any] = {"temperature": 0.6}
 SAMPLING = {
     "greedy": {"temperature": 0},
@@ -349,15 +306,6 @@ def ngram_cases(rows: Sequence[int] | None) -> Iterator[Case]:
     for num_slots, context in itertools.product(rows or (1, 8, 64, 256), (1024, 8192, 32768)):
         make = partial(ngrams_problem, num_slots, context)
         yield Case(f"{num_slots} slots, context {context}", make)
-
-
-def launch_cases(rows: Sequence[int] | None) -> Iterator[Case]:
-    for held in (0, 64, 128):
-        name = f"a launch of {28 * len(GRIDS)}, {held} registers held"
-        yield Case(name, partial(chain_problem, 28 * GRIDS, held))
-    programs = tuning_of(DEVICE).num_sms
-    make = partial(barriers_problem, programs, 1000, ("atomic", "load"))
-    yield Case(f"a barrier of {programs} programs", make)
 
 
 def sampling_cases(rows: Sequence[int] | None) -> Iterator[Case]:

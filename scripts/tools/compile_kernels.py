@@ -46,7 +46,8 @@ def main() -> int:
         uses: list[tuple[str, Uses]] = []
         for launch, result in zip(launches, results, strict=True):
             told = f"{launch.name} {target} {launch.chosen}"
-            most = SPILLS.get((launch.name.removeprefix("minisgl.kernels."), target), 0)
+            allowed = SPILLS.get(launch.name.removeprefix("minisgl.kernels."), {})
+            most = allowed.get(target, 0)
             # Where the compiler ended its process, that is the error of the kernels after it, too.
             if error := result.exception():
                 errors.append(f"{told}: {type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ def test_stages_and_nodes_divide_the_ranks(layout: RankLayout) -> None:
     for rank in ranks:
         assert rank in layout.ranks_of_stage(layout.stage(rank))
         assert rank in layout.ranks_of_node(layout.node(rank))
-        assert layout.rank(layout.stage(rank), layout.tp_rank(rank)) == rank
+        assert layout.rank(layout.stage(rank), rank % layout.tp) == rank
         assert layout.ranks_of_node(layout.node(rank))[0] + layout.local_rank(rank) == rank
     for stage in range(layout.pp):
         found = {layout.node(rank) for rank in layout.ranks_of_stage(stage)}

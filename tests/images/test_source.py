@@ -30,8 +30,8 @@ def test_a_data_url_has_the_bytes_of_an_image(url: str) -> None:
 
 
 @pytest.mark.parametrize("media_type", MEDIA_TYPES)
-def test_base64_may_come_beside_its_type(media_type: str) -> None:
-    assert ImageSource.of_base64(TEXT, media_type) == ImageSource(DATA)
+def test_a_data_url_may_have_each_media_type(media_type: str) -> None:
+    assert ImageSource.of_url(f"data:{media_type};base64,{TEXT}") == ImageSource(DATA)
 
 
 @pytest.mark.parametrize("url", ["http://example.com/a.png", "HTTPS://example.com/?a=b"])
@@ -71,12 +71,12 @@ def test_what_is_no_address_of_an_image_is_refused(url: str, reason: str) -> Non
 def test_the_text_of_an_image_is_limited_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = "A" * (MAX_BYTES // 3 * 4 + 8)
+    url = "data:image/png;base64," + "A" * (MAX_BYTES // 3 * 4 + 8)
     with pytest.raises(InvalidRequestError, match="allowed: 16 MiB an image"):
-        ImageSource.of_base64(text, "image/png")
+        ImageSource.of_url(url)
     monkeypatch.setattr(base64, "b64decode", None)
     with pytest.raises(InvalidRequestError, match="allowed: 16 MiB an image"):
-        ImageSource.of_base64(text * 2, "image/png")
+        ImageSource.of_url(url + "A" * 2 * MAX_BYTES)
 
 
 def image(number: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try
 
 import attention_kernels
 import kernel_timer
-import launch_kernels
 import linear_kernels
 import small_kernels
 from attention_kernels import BACKENDS, FP8, Heads, attention_case
@@ -41,8 +39,6 @@ from small_kernels import (
     FULL_SAMPLING,
     MAPS,
     SAMPLING,
-    barriers_problem,
-    chain_problem,
     ngrams_problem,
     sampling_problem,
 )
@@ -166,19 +162,3 @@ def test_sampling(name: str) -> None:
 def test_ngrams() -> None:
     [row] = rows_of(partial(ngrams_problem, 2, 200))
     assert row.split()[2] == "minisgl"
-
-
-@pytest.mark.parametrize("held", [0, 2])
-def test_chains_of_launches(held: int) -> None:
-    rows = rows_of(partial(chain_problem, ((3, 2), (1, 1), (2, 4)), held))
-    assert [row.split()[2] for row in rows] == ["apart", "late", "early"]
-
-
-def test_barriers() -> None:
-    """Of one program: the interpreter runs programs in turn, and one would wait for the next."""
-    assert len(rows_of(partial(barriers_problem, 1, 3, ["atomic"]))) == 1
-    lines: list[str] = []
-    with mock.patch.object(launch_kernels, "MOST_POLLS", 4):
-        problem = barriers_problem(2, 3, ["atomic"])
-        Report(None, clock=one_call_s, write=lines.append).run([Case("a case", lambda: problem)])
-    assert lines[1].endswith("WRONG")

@@ -27,8 +27,8 @@ from minisgl.models.filling import InMemory
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling, TensorInfo
 from minisgl.models.registry import read_model_config
+from minisgl.models.sleeping import Sleep
 from minisgl.models.transformer import CausalLM
-from minisgl.runner.sleeping import Sleep
 
 CPU = torch.device("cpu")
 # By transformers' code: norms that add one, joined maps, experts.

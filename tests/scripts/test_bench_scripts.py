@@ -223,13 +223,6 @@ def test_arriving_prompts_follow_the_prefixes_in_turns() -> None:
     assert read_figures("host-cache-itl-14b", "\n".join(lines))
 
 
-def test_a_short_soak_run_leaves_nothing_behind() -> None:
-    done = run_program("soak.py", "--minutes", 0.05)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "passed"
-    assert "Traceback" not in done.stderr
-
-
 def bench(script: str, *options: object, run: Run = run_script) -> list[str]:
     """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
     result = run(script, "--device", "cpu", "--num-pages", 300, *options)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.weights import AsleepError, WeightsIncompleteError
+from minisgl.models.sleeping import tensors_in
 from minisgl.request import Request, SamplingParams
 from minisgl.runner.runner import ModelRunner
-from minisgl.runner.sleeping import tensors_in
 
 SPEC = spec_named("qwen3")
 FOLDER = TemporaryDirectory()

@@ -47,7 +47,6 @@ IN_PARTS = (  # as of Llava
     "{% for m in messages %}{{ m.role }}: {% for part in m.content if part.type == 'text' %}"
     "{{ part.text }}{% endfor %}\n{% endfor %}"
 )
-THINKING = "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
 
 
 ALL_SYSTEMS = {"takes_systems": True, "system_anywhere": True}
@@ -146,10 +145,6 @@ def rendered_by(tokenizer: Tokenizer) -> Render:
             {"opens_reasoning": True, "leaves_out_system": True},
         ),
         ("{{ messages | length }}[THINK]", {"opens_reasoning": True, "leaves_out_system": True}),
-        (
-            "{{ messages | length }}" + THINKING,
-            {"switches_reasoning": True, "leaves_out_system": True},
-        ),
         (
             HARMONY_TEMPLATE,
             {

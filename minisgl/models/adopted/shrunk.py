@@ -40,7 +40,6 @@ _SIZES = {
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SOFT_CAP = 2.0  # that most numbers come near to
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
-_NUM_LAYERS = "num_hidden_layers"
 
 
 def shrunk(config: Any, num_layers: int) -> Any:

@@ -6,14 +6,15 @@ When it wakes, they are at other addresses, so its steps are captured again.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.attention.state import LayerState, distinct
 from minisgl.device.lanes import Lanes
-from minisgl.device.storages import Storages
 from minisgl.errors import DeviceMemoryError, in_one_line
 
 # Where the classes are whose objects have weights, or what kernels have made of them.
@@ -24,6 +25,29 @@ _OWNERS = (
     "minisgl.layers.",
     "minisgl.models.",
 )
+
+
+# A copy on the host is made of pieces: pinned memory comes in powers of two.
+PIECE_BYTES = 1 << 26
+Storage: TypeAlias = torch.UntypedStorage
+
+
+@dataclass(frozen=True, slots=True)
+class _Released:
+    """A storage whose tensors stay, and may not be read or written."""
+
+    storage: Storage
+    num_bytes: int
+    copy: list[Tensor] | None  # on the host; None: it is zeros when it returns
+
+    def restore(self) -> None:
+        """Raises OutOfMemoryError; then it may be asked for again."""
+        self.storage.resize_(self.num_bytes)
+        for number, piece in enumerate(_pieces_of(self.storage)):
+            if self.copy is None:
+                piece.zero_()
+            else:
+                piece.copy_(self.copy[number], non_blocking=True)
 
 
 class Sleep:
@@ -40,7 +64,7 @@ class Sleep:
         copies use the memory that is there if it is given True, else forgets the captured steps."""
         self._models, self._lanes, self._capture = models, lanes, capture
         self._states = states  # the runner's list, which it clears when it is closed
-        self._asleep: dict[str, Storages] = {}
+        self._asleep: dict[str, list[_Released]] = {}
         self._is_captured = True
 
     def release(self, dropped: Collection[int]) -> None:
@@ -57,8 +81,12 @@ class Sleep:
         awake = {tag: each for tag, each in tensors.items() if tag not in self._asleep}
         try:
             for tag, found in awake.items():
-                self._asleep[tag] = Storages(found, self._lanes.device)
-                self._asleep[tag].release(dropped, keeps_others=tag == "weights")
+                self._asleep[tag] = []
+                for storage in _storages_of(found, self._lanes.device):
+                    is_kept = tag == "weights" and storage.data_ptr() not in dropped
+                    copy = _copied(storage) if is_kept else None
+                    self._asleep[tag].append(_Released(storage, storage.nbytes(), copy))
+                    storage.resize_(0)
         except RuntimeError as error:
             self.restore(awake)
             reason = f"The host has no room for the weights: {in_one_line(error)}"
@@ -70,9 +98,10 @@ class Sleep:
         may be asked for again."""
         try:
             for tag in tags:
-                if tag in self._asleep:
-                    self._asleep[tag].restore()
-                    del self._asleep[tag]
+                while released := self._asleep.get(tag):
+                    released[-1].restore()
+                    released.pop()
+                self._asleep.pop(tag, None)
         except torch.OutOfMemoryError as error:
             self._free()
             reason = "Too little memory of the device is free to wake up; end what else uses it."
@@ -91,6 +120,26 @@ class Sleep:
         gc.collect()
         if self._lanes.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _storages_of(tensors: Iterable[Tensor], device: torch.device) -> list[Storage]:
+    """Those on other devices are left out, and memory that is not torch's own."""
+    found = (each.untyped_storage() for each in tensors if each.device.type == device.type)
+    own = {each.data_ptr(): each for each in found if each.nbytes() and each.resizable()}
+    return [*own.values()]
+
+
+def _pieces_of(storage: Storage) -> tuple[Tensor, ...]:
+    data: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return torch.split(data, PIECE_BYTES)
+
+
+def _copied(storage: Storage) -> list[Tensor]:
+    is_pinned = storage.device.type == "cuda"
+    return [
+        torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
+        for piece in _pieces_of(storage)
+    ]
 
 
 def tensors_in(roots: Sequence[object]) -> Iterator[Tensor]:
