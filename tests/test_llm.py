@@ -369,7 +369,6 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
         ({"enable_thinking": False}, "enable_thinking: is no sampling parameter and no variable"),
         ({"temperature": 7}, "temperature: must be from 0 to 2"),
         ({"n": 0}, "n: must be an integer of at least 1"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: are not supported"),
         ({"tools": ["f"]}, "tools: "),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
@@ -396,6 +395,15 @@ def test_sampling_parameters_are_taken_by_name_and_replace_the_given_ones(llm: L
 def test_options_without_effect_are_refused(llm: LLM, named: dict[str, Any], message: str) -> None:
     with pytest.raises(MinisglError, match=message):
         llm.chat(CAPITAL, **named)
+
+
+def test_tools_that_the_template_does_not_show_are_refused(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with LLM(chat_template=str(template), num_pages=16) as llm:
+        with pytest.raises(InvalidRequestError, match="tools: are not supported"):
+            llm.chat(CAPITAL, tools=tools)
 
 
 @pytest.mark.parametrize("role", ["usr", 5, None])
