@@ -401,9 +401,9 @@ def test_tools_that_the_template_does_not_show_are_refused(tmp_path: Path) -> No
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with LLM(chat_template=str(template), num_pages=16) as llm:
-        with pytest.raises(InvalidRequestError, match="tools: are not supported"):
-            llm.chat(CAPITAL, tools=tools)
+    refused = pytest.raises(InvalidRequestError, match="tools: are not supported")
+    with LLM(chat_template=str(template), num_pages=16) as llm, refused:
+        llm.chat(CAPITAL, tools=tools)
 
 
 @pytest.mark.parametrize("role", ["usr", 5, None])

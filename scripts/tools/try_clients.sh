@@ -2,8 +2,8 @@
 # Tries client packages against a running minisgl server, one line a check:
 #   scripts/tools/try_clients.sh http://127.0.0.1:1919 [MODEL]
 # Exits with 1 if a check fails, 2 if the server cannot be tried. The packages go into a venv of their own, in
-# ${XDG_CACHE_HOME:-~/.cache}/minisgl/try_clients. The model's template must take tools, which that
-# of the bundled demo does not.
+# ${XDG_CACHE_HOME:-~/.cache}/minisgl/try_clients. The template of the model must take tools, as
+# that of the bundled demo does.
 set -euo pipefail
 
 [ $# -ge 1 ] || { echo "usage: $0 URL [MODEL]" >&2; exit 2; }
