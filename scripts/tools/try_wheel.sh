@@ -73,10 +73,10 @@ try_serve() {
 }
 
 expect() { # PATTERN, in what is also shown
-  tee >(cat >&2) | grep "$1" >/dev/null
+  tee >(cat >&2) | grep "$1" >/dev/null || die "Expected: $1"
 }
 
-version() { sed -n 's/^__version__ = "\(.*\)"/\1/p' "$root/minisgl/__init__.py"; }
+version() { sed -n 's/^__version__ = "\(.*\)"/\1/p' "$work/source/minisgl/__init__.py"; }
 
 build
 path=$PATH
