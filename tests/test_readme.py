@@ -78,7 +78,7 @@ def test_the_front_page_is_short() -> None:
     ("page", "words"),
     [
         ("README.md", "[{} other decoders](minisgl/models/README.md#adopted-models)"),
-        ("README.md", "text parts of {1} multimodal ones"),
+        ("README.md", "the text parts of {1} multimodal models with transformers' code"),
         (
             ".github/COMPARISON.md",
             "[{} other decoders](../minisgl/models/README.md#adopted-models)",
