@@ -2,7 +2,7 @@
 # Builds the wheel and the source distribution, installs each into a bare venv outside of the checkout,
 # and runs minisgl's commands there on the demo model:
 #   scripts/tools/try_wheel.sh [oldest|newest|VERSION]     of PyTorch; without, that of scripts/test.sh
-# Needs a package index. Takes minutes, and below $TMPDIR 3 GB of disk, or 13 GB where PyPI's CUDA build
+# Needs a package index. Takes minutes, and below $TMPDIR 3 GB of disk, or 12 GB where PyPI's CUDA build
 # of PyTorch is the one to be had.
 set -euo pipefail
 
