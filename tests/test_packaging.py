@@ -180,6 +180,13 @@ def test_the_versions_of_python_and_torch_are_the_same_everywhere(
         assert is_refused == (minor not in pythons)
 
 
+def test_nothing_asks_the_installation_for_the_version() -> None:
+    """An editable installation tells that with which it was made, whatever the checkout is now."""
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    asks = re.compile(r"metadata\.version\(\W*minisgl")
+    assert [path for path in sources if asks.search(path.read_text())] == []
+
+
 def test_the_page_about_installing_lists_the_extras_of_users() -> None:
     page = (ROOT / ".github/INSTALL.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE))
