@@ -58,6 +58,7 @@ try() { # NAME FILE
 
 try_serve() {
   local url
+  : >log
   minisgl serve --port 0 2>log &
   server=$!
   until url=$(grep -o ' at http://[^ ]*' log); do
