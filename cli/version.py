@@ -27,7 +27,7 @@ def version(
     weights and caches.
     """
     found = versions()
-    for package in ("python", *PACKAGES):
+    for package in ("python", "minisgl", *PACKAGES):
         print(f"{package} {found.get(package, 'not installed')}")
     try:
         for line in _hardware():

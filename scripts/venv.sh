@@ -50,14 +50,18 @@ install() { # EXTRAS
   local torch
   torch=$(torch_requirement)
   [ "$1" != "[test]" ] || torch=$tested_torch
-  if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
-    pip_install --index-url "$cpu_index" "$torch" ||
-      say "PyTorch's CPU build could not be installed; going on with the usual one."
-  fi
-  has_torch || pip_install "$torch" || die "Installing PyTorch failed; see above."
+  install_torch "$torch"
   pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
   [ -e "$venv/bin/hf" ] || make_hf
   fingerprint "$1" >"$venv/installed"
+}
+
+install_torch() { # REQUIREMENT
+  if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
+    pip_install --index-url "$cpu_index" "$1" ||
+      say "PyTorch's CPU build could not be installed; going on with the usual one."
+  fi
+  has_torch || pip_install "$1" || die "Installing PyTorch failed; see above."
 }
 
 # The command of the Hub's client, which a venv lacks where it reuses that package.
@@ -94,6 +98,18 @@ has_torch() { [ -n "$("$python" "$root/scripts/probe_python.py")" ]; }
 has_nvidia_driver() { command -v nvidia-smi >/dev/null || [ -e /proc/driver/nvidia/version ]; }
 
 torch_requirement() { grep -o 'torch>=[^"]*' "$root/pyproject.toml"; }
+
+# `oldest` and `newest` are those of the range in pyproject.toml.
+torch_release() { # oldest|newest|VERSION
+  local range lowest
+  range=$(torch_requirement)
+  lowest=${range#torch>=}
+  case $1 in
+    oldest) echo "torch==${lowest%%,*}" ;;
+    newest) echo "$range" ;;
+    *) echo "torch==$1" ;;
+  esac
+}
 
 # The alarm ends a name lookup that hangs; urlopen's own timeout does not cover it.
 cpu_index_answers() {

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email import message_from_bytes
@@ -30,20 +31,25 @@ def copied() -> set[str]:
     return {name.rstrip("/") for line in lines for name in line.split()}
 
 
-def build(kind: str, folder: Path) -> Path:
-    """A wheel, or an editable one, of a copy of the checkout in `folder`: setuptools leaves its
-    intermediate files beside the sources. The copy has what the image has."""
-    for name in copied():
+def build(kind: str, folder: Path, *more: str) -> Path:
+    """A wheel, an editable one, or a source distribution of a copy of the checkout in `folder`:
+    setuptools leaves its intermediate files beside the sources. The copy has what the image has,
+    and `more`."""
+    for name in (*copied(), *more):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             without = shutil.ignore_patterns("__pycache__", "README.md", "*.egg-info")
             shutil.copytree(ROOT / name, folder / name, ignore=without, symlinks=True)
         else:
-            shutil.copy(ROOT / name, folder)
+            shutil.copy(ROOT / name, folder / name)
+    return build_there(kind, folder)
+
+
+def build_there(kind: str, folder: Path) -> Path:
     command = f"from setuptools import build_meta; build_meta.build_{kind}('.')"
     subprocess.run([sys.executable, "-c", command], cwd=folder, check=True, capture_output=True)
-    [wheel] = folder.glob("*.whl")
-    return wheel
+    [built] = folder.glob("*.tar.gz" if kind == "sdist" else "*.whl")
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,26 @@ def test_the_wheel_contains_the_licences(wheel_names: set[str]) -> None:
         assert says in (ROOT / licence).read_text()
 
 
+def test_a_source_distribution_has_what_makes_the_same_wheel_and_nothing_else(
+    tmp_path: Path, wheel: Path
+) -> None:
+    added = {"README.md", "tests/test_packaging.py"}  # by setuptools, of itself
+    source = build("sdist", tmp_path, *added)
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    [folder] = (tmp_path / "unpacked").iterdir()
+    with zipfile.ZipFile(build_there("wheel", folder)) as again, zipfile.ZipFile(wheel) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+        assert {name: again.read(name) for name in again.namelist()} == parts
+    with tarfile.open(source) as archive:
+        names = {Path(*Path(each.name).parts[1:]).as_posix() for each in archive if each.isfile()}
+    packaged = {f"scripts/packages/{name}" for name in parts if ".dist-info/" not in name}
+    licences = set(PYPROJECT["project"]["license-files"])
+    generated = {"PKG-INFO", "setup.cfg"}
+    found = {name for name in names if ".egg-info/" not in name}
+    assert found == packaged | licences | generated | {"pyproject.toml"} | added
+
+
 def test_a_script_beside_an_installed_checkout_finds_the_packages(tmp_path: Path) -> None:
     """Python takes the folder of the checkout for a package too, which has nothing in it."""
     wheel = build("editable", tmp_path / "minisgl")
@@ -100,11 +126,6 @@ def test_a_script_beside_an_installed_checkout_finds_the_packages(tmp_path: Path
     assert done.returncode == 0, done.stderr
     found = [Path(line).resolve() for line in done.stdout.splitlines()]
     assert found == [tmp_path / "minisgl" / name / "__init__.py" for name in FOLDERS]
-
-
-def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
-    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
 
 
 def test_the_description_on_an_index_has_no_link_into_the_repository(wheel: Path) -> None:
@@ -157,6 +178,13 @@ def test_the_versions_of_python_and_torch_are_the_same_everywhere(
         except SystemExit:
             is_refused = True
         assert is_refused == (minor not in pythons)
+
+
+def test_nothing_asks_the_installation_for_the_version() -> None:
+    """An editable installation tells that with which it was made, whatever the checkout is now."""
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    asks = re.compile(r"metadata\.version\(\W*minisgl")
+    assert [path for path in sources if asks.search(path.read_text())] == []
 
 
 def test_the_page_about_installing_lists_the_extras_of_users() -> None:

@@ -10,6 +10,7 @@ import pytest
 from gpu_checks import LIST, SHOWN, read_checks
 from support.folders import ROOT
 
+from minisgl import __version__
 from minisgl.bench.config import BenchConfig, LatencyConfig, OfflineConfig, ReportConfig
 from minisgl.bench.online.load_config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
@@ -47,6 +48,21 @@ from minisgl_cli.options import ConfigFile
 README = (ROOT / "README.md").read_text()
 SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
 CLI, BENCH = "cli/README.md", "minisgl/bench/README.md"
+# The page, the heading above the table, and whose options it has.
+TABLES: list[tuple[str, str, Any]] = [
+    (CLI, "Engine", EngineConfig),
+    ("minisgl/server/README.md", "Server", ServerConfig),
+    ("minisgl/router/README.md", "Replicas", RouterConfig),
+    ("minisgl/ray/README.md", "Ray", RayConfig),
+    (CLI, "Chat", ChatConfig),
+    (CLI, "Batch", BatchConfig),
+    (BENCH, "Benchmark", BenchConfig),
+    (BENCH, "Offline", OfflineConfig),
+    (BENCH, "Latency", LatencyConfig),
+    (BENCH, "Workload", WorkloadConfig),
+    (BENCH, "Load", LoadConfig),
+    (BENCH, "Report", ReportConfig),
+]
 
 
 def test_the_first_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +78,7 @@ def test_the_front_page_is_short() -> None:
     ("page", "words"),
     [
         ("README.md", "[{} other decoders](minisgl/models/README.md#adopted-models)"),
-        ("README.md", "text parts of {1} multimodal ones"),
+        ("README.md", "the text parts of {1} multimodal models with transformers' code"),
         (
             ".github/COMPARISON.md",
             "[{} other decoders](../minisgl/models/README.md#adopted-models)",
@@ -91,22 +107,22 @@ def row(spec: Field[Any]) -> str:
     return f"| {names} | {default} | {spec.metadata['help']} |"
 
 
+def test_the_changelog_begins_with_this_release_and_names_options_that_there_are() -> None:
+    log = (ROOT / ".github/CHANGELOG.md").read_text()
+    newest, *_ = releases = re.findall(r"^## ([\d.]+) - \d{4}-\d\d-\d\d\n", log, re.MULTILINE)
+    assert newest == __version__ and len(releases) == log.count("\n## ")
+    notes = (ROOT / ".github/RELEASE_NOTES.md").read_text()
+    assert notes.startswith(f"# minisgl {newest}\n")
+    specs = (spec for _, _, config in TABLES for spec in fields(config))
+    there = {"--config"}.union(*map(option_names, specs))
+    upgrading = notes.partition("## What is gone")[0]
+    for text in (log.partition("### Removed")[0], upgrading):
+        assert {*re.findall(r"--[a-z][a-z-]+", text)} - there == set()
+
+
 @pytest.mark.parametrize(
     ("file", "heading", "config"),
-    [
-        (CLI, "Engine", EngineConfig),
-        ("minisgl/server/README.md", "Server", ServerConfig),
-        ("minisgl/router/README.md", "Replicas", RouterConfig),
-        ("minisgl/ray/README.md", "Ray", RayConfig),
-        (CLI, "Chat", ChatConfig),
-        (CLI, "Batch", BatchConfig),
-        (BENCH, "Benchmark", BenchConfig),
-        (BENCH, "Offline", OfflineConfig),
-        (BENCH, "Latency", LatencyConfig),
-        (BENCH, "Workload", WorkloadConfig),
-        (BENCH, "Load", LoadConfig),
-        (BENCH, "Report", ReportConfig),
-    ],
+    TABLES,
 )
 def test_the_option_tables_list_every_option_with_default_and_help(
     file: str, heading: str, config: Any

@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
-from importlib import metadata
 
+from minisgl import __version__
 from minisgl.errors import MinisglError
 
 from .commands import TABLE, NextAction, Session, run_command
@@ -25,7 +25,7 @@ MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
 
 def banner(model: ChatModel) -> str:
-    return " · ".join((f"minisgl {metadata.version('minisgl')}", *model.facts))
+    return " · ".join((f"minisgl {__version__}", *model.facts))
 
 
 class Repl:

@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from minisgl import __version__
 from minisgl.config import usable_cores
 
-PACKAGES = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", "flash-attn")
+PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "flash-attn")
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 10
 
@@ -58,8 +59,9 @@ class Environment:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the installed packages among PACKAGES."""
-    found = {"python": platform.python_version()}
+    """The versions of Python, minisgl and the installed packages among PACKAGES."""
+    # An editable installation names the version of minisgl with which it was made.
+    found = {"python": platform.python_version(), "minisgl": __version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

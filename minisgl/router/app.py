@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minisgl import __version__
 from minisgl.router.adapters import FleetAdapters
 from minisgl.router.exchange import EngineLostError
 from minisgl.router.fleet import Fleet, Peer
@@ -56,7 +56,7 @@ def forwarding_app(
     """
 
     async def version(request: Request) -> Response:
-        return json_response(answer_types.Version(metadata.version("minisgl")))
+        return json_response(answer_types.Version(__version__))
 
     routes = [Route(path, answer) for path, answer in {"/version": version, **own}.items()]
     if not config.no_ui:

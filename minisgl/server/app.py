@@ -34,7 +34,6 @@ from minisgl.server.http.tracing import tracing_of
 from minisgl.server.pages import PAGES, page_routes
 from minisgl.server.service import Asked, Service
 
-PATTERNS = Patterns((*PAGES, *(each.path for each in ENDPOINTS)))
 OPEN_PATHS = frozenset((*PAGES, *(each.path for each in ENDPOINTS if each.is_open)))
 
 
@@ -95,7 +94,7 @@ def application(
     app.state.bodies = BodyBudget()
     app.state.field_names = FIELD_NAMES
     app.state.open_paths = OPEN_PATHS
-    app.state.patterns = PATTERNS
+    app.state.patterns = Patterns((*PAGES, *(each.path for each in endpoints_of(config))))
     app.state.tracing = tracing
     return app
 

@@ -266,6 +266,6 @@ class WrongTaskError(CallerError):
         available = f"{', '.join(others)} and {last}" if others else last
         super().__init__(
             f"{path} is not available: this server's model was loaded {PURPOSES[loaded]} "
-            f"(--task {loaded}), which {available} is for. Models that {path} can use are served "
-            f"by `minisgl serve --task {needed}`."
+            f"(--task {loaded}), for {available}. A model for {path} is served by "
+            f"`minisgl serve --task {needed}`."
         )

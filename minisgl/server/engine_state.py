@@ -6,11 +6,11 @@ import hashlib
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
+from minisgl import __version__
 from minisgl.config import EngineConfig
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import ConfigError, EngineStoppedError, ModelNotFoundError
@@ -133,7 +133,7 @@ class EngineState:
     @cached_property
     def _setup(self) -> tuple[object, ...]:
         setup = (getattr(self.options, name) for name in SETUP)
-        return metadata.version("minisgl"), self.engine().model_name, *setup
+        return __version__, self.engine().model_name, *setup
 
     @property
     def loading(self) -> Loading | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib import metadata
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -21,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from minisgl import __version__
 from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
 from minisgl.server.history import buckets
@@ -70,7 +70,7 @@ class Metrics(MetricsPage):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry at each scrape."""
         labels = {
-            "version": metadata.version("minisgl"),
+            "version": __version__,
             "model": self._state.first_name() or "",
         }
         yield InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)

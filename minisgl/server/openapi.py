@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from minisgl import __version__
 from minisgl.models.generation import FROM_CHECKPOINT
 from minisgl.request import DEFAULT_LOGPROBS, SamplingParams
 from minisgl.server.apis.messages.answer_types import MessageEvent
@@ -84,7 +84,7 @@ def describe(
         }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "minisgl", "version": metadata.version("minisgl")},
+        "info": {"title": "minisgl", "version": __version__},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": components,

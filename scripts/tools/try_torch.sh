@@ -10,12 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$root/scripts/tools/extra_venv.sh"
 name=torch-$1
-range=$(torch_requirement)
-case $1 in
-  oldest) lowest=${range#torch>=}; requirement=torch==${lowest%%,*} ;;
-  newest) requirement=$range ;;
-  *) requirement=torch==$1 ;;
-esac
+requirement=$(torch_release "$1")
 shift
 ensure_torch_venv "$name" "$requirement"
 

@@ -16,6 +16,7 @@ import typer
 from support import forked_programs
 from typer.testing import CliRunner
 
+from minisgl import __version__
 from minisgl.config import EngineConfig, option, option_names
 from minisgl.errors import ConfigError, DeviceMemoryError, DownloadError, ModelNotFoundError
 from minisgl_cli import main as cli
@@ -333,7 +334,8 @@ def test_version_prints_what_a_bug_report_needs() -> None:
     result = minisgl("version")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
-    for named in ("minisgl ", "python ", "torch ", "cpu ", "gpu ", "attention prefill "):
+    assert f"minisgl {__version__}" in lines  # which runs, whatever is installed
+    for named in ("python ", "torch ", "cpu ", "gpu ", "attention prefill "):
         assert any(line.startswith(named) for line in lines), named
     for named in ("fp8 weights ", "int8 weights ", "int4 and nvfp4 weights ", "fp8 kv cache "):
         assert any(line.startswith(named) for line in lines), named

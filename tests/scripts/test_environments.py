@@ -116,3 +116,15 @@ def test_every_environment_records_whole_runs_and_is_a_job_of_the_workflow() -> 
     assert all(f"scripts/tools/{each.name}" in workflow for each in commands)
     for command in (SCRIPTS / "test.sh", *commands):
         assert re.search(r'\[ \$# -gt 0 \] \|\| set -- .*--record "?\.ran/', command.read_text())
+
+
+def test_the_workflow_runs_scripts_that_there_are_also_for_the_wheel() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    jobs = re.findall(r"name: [^,]+, run: ([^ ,]+)(?: (\w+))?(?:,| })", workflow)
+    assert len(jobs) == workflow.count("- { name: ")
+    assert {name for name, _ in jobs if not (ROOT / name).is_file()} == set()
+    torches = {torch for name, torch in jobs if name == "scripts/tools/try_wheel.sh"}
+    assert torches == {"", "newest"}
+    script = (SCRIPTS / "tools" / "try_wheel.sh").read_text()
+    ran = set(re.findall(r"^ *minisgl (\w+)", script, re.MULTILINE))
+    assert ran == {"version", "chat", "batch", "bench", "verify", "serve"}

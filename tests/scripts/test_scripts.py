@@ -113,6 +113,19 @@ def test_a_download_of_torch_is_said_only_where_there_will_be_one(
     )
 
 
+@pytest.mark.parametrize(
+    ("release", "requirement"),
+    [("oldest", "torch==2.11"), ("newest", "torch>=2.11,<2.16"), ("2.13.1", "torch==2.13.1")],
+)
+def test_a_torch_is_named_by_its_place_in_the_range_or_its_number(
+    tmp_path: Path, release: str, requirement: str
+) -> None:
+    (tmp_path / "pyproject.toml").write_text('  "torch>=2.11,<2.16",\n')
+    program = f"set -euo pipefail; root={tmp_path}; source {SCRIPTS}/venv.sh"
+    result = run("bash", "-c", f"{program}; torch_release {release}")
+    assert result.stdout == f"{requirement}\n"
+
+
 def test_installing_shows_each_download_and_nothing_else(tmp_path: Path) -> None:
     fake_python(
         tmp_path / "python",

@@ -120,6 +120,18 @@ async def test_vectors_tell_the_tokens_of_their_texts(caplog: pytest.LogCaptureF
     assert f" client=127.0.0.1 prompt_tokens={num_tokens}" in line
 
 
+@pytest.mark.parametrize("has_trainer", [False, True])
+async def test_endpoints_that_an_option_brings_are_told_by_their_paths(
+    has_trainer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "minisgl"):
+        async with http_client(FakeEngine(), trainer=has_trainer, admin_key="admin") as client:
+            await client.get("/is_sleeping")
+    [line] = caplog.messages
+    told = "GET /is_sleeping 401 " if has_trainer else "GET other 404 "
+    assert told in line
+
+
 async def test_a_client_that_leaves_before_its_answer_is_told_with_what_was_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

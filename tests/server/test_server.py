@@ -25,6 +25,7 @@ from support.http_server import (
 )
 from support.waiting import until
 
+from minisgl import __version__
 from minisgl.engine.turns import MAX_TURN_S
 from minisgl.errors import StepError
 from minisgl.server.answers.delivery import MANY_SCORED
@@ -201,7 +202,8 @@ async def test_models_are_listed_under_their_served_names() -> None:
 
 async def test_version_is_served_and_requests_need_no_model_name() -> None:
     async with http_client(FakeEngine(answer_length=1)) as client:
-        assert (await client.get("/version")).json()["version"]
+        assert (await client.get("/version")).json()["version"] == __version__
+        assert f'version="{__version__}"' in (await client.get("/metrics")).text
         answer = await client.post("/v1/chat/completions", json={"messages": HELLO})
         assert answer.json()["model"] == "fake"
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
+from minisgl import __version__
 from minisgl.server.apis.openai import answer_types
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.history import SECONDS, MetricsHistory
@@ -57,7 +56,7 @@ async def ready(service: Service, request: Request) -> Response:
 
 
 async def version(service: Service, request: Request) -> Response:
-    return json_response(answer_types.Version(metadata.version("minisgl")))
+    return json_response(answer_types.Version(__version__))
 
 
 async def metrics(service: Service, request: Request) -> Response:
