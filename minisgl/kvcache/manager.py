@@ -108,9 +108,16 @@ class KVCacheManager:
         return self.of_ranks[lease.rank]
 
     def best_for(
-        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
+        self,
+        key: bytes,
+        num_tokens: int,
+        namespace: bytes = b"",
+        *,
+        reuse: bool = True,
+        read_on: int | None = None,
     ) -> KVCacheManager:
-        """The cache on which a request should open its lease."""
+        """The cache on which a request should open its lease. read_on: the rank that has read its
+        prefix from disk for it."""
         return self
 
     @property

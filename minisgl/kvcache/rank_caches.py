@@ -26,6 +26,10 @@ class RankCaches(KVCacheManager):
     the prefix has over PREFIX_WEIGHT times the prefix more tokens in use than the emptiest, the
     emptiest takes it. So requests that have only their beginning in common are on all ranks, each
     of which computes it once. Ranks that are equally good, such as idle ones, take turns.
+
+    The rank that has read the prefix of a request from disk takes it if it has room. It was chosen
+    by the same rule before the read. Pages that come for other requests would count against it now,
+    and the read would be in vain.
     """
 
     def __init__(self, caches: Sequence[KVCacheManager], num_slots: int) -> None:
@@ -57,10 +61,21 @@ class RankCaches(KVCacheManager):
         return max(cache.match(key, num_tokens, namespace) for cache in self.of_ranks)
 
     def best_for(
-        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
+        self,
+        key: bytes,
+        num_tokens: int,
+        namespace: bytes = b"",
+        *,
+        reuse: bool = True,
+        read_on: int | None = None,
     ) -> KVCacheManager:
         """The cache of the rank that is best for a request, of those with a free slot if any."""
         num_ranks = len(self.of_ranks)
+        free = [each for each in self.of_ranks if len(each.leases) < self._num_slots]
+        if read_on is not None:
+            reader = self.of_ranks[read_on]
+            if reader in free and reader.num_available * self.page_size >= num_tokens:
+                return reader
         if key != self._last_key:
             self._last_key, self._first = key, (self._first + 1) % num_ranks
         coming = Counter[int]()  # pages in host memory soon, which requests will use
@@ -73,7 +88,6 @@ class RankCaches(KVCacheManager):
             turn = (cache.rank - self._first) % num_ranks
             return in_use * self.page_size - PREFIX_WEIGHT * found, turn
 
-        free = [each for each in self.of_ranks if len(each.leases) < self._num_slots]
         return min(free or self.of_ranks, key=cost)
 
     def settled(self, step: int) -> None:

@@ -119,7 +119,8 @@ class Admission:
         request, key = waiting.request, waiting.pack()
         num_known = len(request.token_ids)
         reuse = not request.computes_all_tokens
-        kv = self._kv.best_for(key, num_known, request.namespace, reuse=reuse)
+        read_on = waiting.read_on
+        kv = self._kv.best_for(key, num_known, request.namespace, reuse=reuse, read_on=read_on)
         lease = kv.acquire(key, num_known, request.namespace, reuse=reuse)
         waiting.loads, waiting.num_loads = kv.loads if lease.must_load else None, kv.loads.num_begun
         if not self._is_postponed(waiting) and self._has_room(waiting, lease, reserved, barred):
@@ -227,11 +228,13 @@ class Admission:
         if not has_disk or waiting.asked_disk or request.computes_all_tokens:
             return False
         waiting.asked_disk = True
-        disk = self._kv.best_for(waiting.pack(), num_tokens, request.namespace).disk
-        assert disk is not None
+        kv = self._kv.best_for(waiting.pack(), num_tokens, request.namespace)
+        assert kv.disk is not None
 
         def ended(pages: range) -> None:
             waiting.from_disk, waiting.reading_disk = pages, False
+            waiting.read_on = kv.rank if pages else None
 
-        waiting.reading_disk = disk.read(waiting.pack(), num_tokens, request.namespace, ended=ended)
+        key, namespace = waiting.pack(), request.namespace
+        waiting.reading_disk = kv.disk.read(key, num_tokens, namespace, ended=ended)
         return waiting.reading_disk

@@ -31,6 +31,7 @@ class Waiting:
     asked_disk: bool = False  # whether it has more of the prefix
     reading_disk: bool = False  # pages of its prefix are on their way from the disk
     from_disk: range = range(0)  # pages of its prefix that came from there
+    read_on: int | None = None  # the rank that has read them, if any came
     _key: bytes = b""
 
     @property

@@ -848,9 +848,8 @@ def test_bench_serve_starts_and_stops_its_own_server(tmp_path: Path) -> None:
     lines[2] |= {"chat_id": 8, "parent_chat_id": 7}
     trace.write_text("\n".join(map(json.dumps, lines)))
     options = ("--trace", trace, "--trace-scale", "0.1", "--repeat", "1", "--json", file)
-    command = [sys.executable, "-m", "minisgl", "bench", "serve", "--device", "cpu", *options]
     with_key = {**os.environ, "MINISGL_API_KEY": "of-another-server"}
-    result = subprocess.run(command, capture_output=True, text=True, env=with_key)
+    result = minisgl("bench", "serve", "--device", "cpu", *options, environment=with_key)
     assert (result.returncode, result.stderr) == (0, "")
     assert "demo with its own weights in float32, on CPU" in result.stdout
     assert "3 requests in 1.0 s of the trace" in result.stdout

@@ -200,3 +200,18 @@ def test_pages_that_come_to_host_memory_count_as_in_use(source: Place) -> None:
     kv.moves.begin(source, Place.HOST, range(3), lambda num_pages: None, rank=0)
     kv.moves.begin(source, Place.DEVICE, range(5), lambda num_pages: None, rank=1)
     assert [kv.best_for(pack_tokens([token]), 1).rank for token in range(3)] == [1, 1, 1]
+
+
+def test_the_rank_that_has_read_a_prefix_from_disk_takes_the_request_if_it_has_room() -> None:
+    model = Model(num_ranks=2, num_slots=2, page_size=4, num_pages=50)
+    kv, key = model.kv, pack_tokens([1] * 160)
+    kv.moves.begin(Place.DISK, Place.HOST, range(90), lambda num_pages: None, rank=0)
+    assert kv.best_for(key, 160).rank == 1
+    assert kv.best_for(key, 160, read_on=0).rank == 0
+    held = kv.of_ranks[0].acquire(pack_tokens([2] * 48), 48)
+    for num_tokens, rank in ((36, 0), (40, 1)):
+        assert kv.of_ranks[0].reserve(held, num_tokens) is not None
+        assert kv.best_for(key, 160, read_on=0).rank == rank, "49 pages are not enough for both"
+    assert kv.best_for(key, 156, read_on=0).rank == 0
+    kv.of_ranks[0].acquire(b"", 1)
+    assert kv.best_for(key, 156, read_on=0).rank == 1, "it has no slot"

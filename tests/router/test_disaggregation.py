@@ -124,7 +124,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             httpx.AsyncClient(base_url=url) as client,
             httpx.AsyncClient(base_url="http://localhost", transport=decode) as alone,
         ):
-            prompts = [prompt(seed, shared=100 * (seed % 2)) for seed in range(1, 7)]
+            prompts = [prompt(seed, shared=100 * (seed % 2)) for seed in range(1, 5)]
             wholes = [tokens_of(await ask(alone, each, cache_salt="whole")) for each in prompts]
 
             # All APIs hand over alike.
@@ -157,29 +157,24 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             assert tokens_of(answer) == wholes[3] and cached_tokens(answer) == 0
             assert (await counted(client))[FALLBACKS, "1"] == 1
 
-            # First a rank dies whose process is not the replica's, and then the replica's. Until
-            # then a stopped rank holds up the prompts.
-            for rank, some in ((1, slice(4, 6)), (0, slice(2, 4))):
-                before = await counted(client)
-                ranks = ranks_of(tmp_path, replica=0)
-                os.kill(ranks[1], signal.SIGSTOP)
-                asked = [
-                    asyncio.ensure_future(ask(client, each, cache_salt=f"rank {rank}"))
-                    for each in prompts[some]
-                ]
-                while (await counted(client))[RUNNING] < len(asked):  # noqa: ASYNC110 - asks a server
-                    await asyncio.sleep(0)
-                os.kill(ranks[rank], signal.SIGKILL)
-                answers = await asyncio.gather(*asked)
-                assert [tokens_of(each) for each in answers] == wholes[some]
-                assert tokens_of(await ask(client, prompts[3], cache_salt="new")) == wholes[3]
-                if rank == 1:
-                    lost = (await counted(client))[PREFILLS, "failed"] - before[PREFILLS, "failed"]
-                    assert lost >= len(asked)
-                await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
-                await asyncio.to_thread(wait_for_ready, process, url, 2)
-                again = await ask(client, prompts[3], cache_salt=f"again after rank {rank}")
-                assert tokens_of(again) == wholes[3] and cached_tokens(again) >= NUM_TOKENS - 16
+            # Until a replica dies its stopped rank holds up the prompts. For one that loses a rank
+            # whose process is not its own see below.
+            ranks = ranks_of(tmp_path, replica=0)
+            os.kill(ranks[1], signal.SIGSTOP)
+            asked = [
+                asyncio.ensure_future(ask(client, each, cache_salt="killed"))
+                for each in prompts[2:4]
+            ]
+            while (await counted(client))[RUNNING] < len(asked):  # noqa: ASYNC110 - asks a server
+                await asyncio.sleep(0)
+            os.kill(ranks[0], signal.SIGKILL)
+            answers = await asyncio.gather(*asked)
+            assert [tokens_of(each) for each in answers] == wholes[2:4]
+            assert tokens_of(await ask(client, prompts[3], cache_salt="new")) == wholes[3]
+            await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
+            await asyncio.to_thread(wait_for_ready, process, url, 2)
+            again = await ask(client, prompts[3], cache_salt="again")
+            assert tokens_of(again) == wholes[3] and cached_tokens(again) >= NUM_TOKENS - 16
 
             # Without an engine for decode the other one does whole requests.
             os.kill(ranks_of(tmp_path, replica=1)[0], signal.SIGKILL)
@@ -231,6 +226,9 @@ async def test_engines_hand_over_what_any_kind_of_model_keeps_and_may_be_killed(
                     await asyncio.sleep(0)
                 os.kill(pids[1], signal.SIGKILL)
                 assert tokens_of(await asked) == wholes[2:]
+                answer = await ask(client, prompts[2], cache_salt="new")
+                assert tokens_of(answer) == wholes[2:3]
+                assert (await counted(client))[PREFILLS, "failed"] > seen[PREFILLS, "failed"]
                 await asyncio.to_thread(wait_for_successor, tmp_path, 0, pids)
                 await asyncio.to_thread(wait_for_ready, process, url, 2)
                 answer = await ask(client, prompts[:2], cache_salt="again")

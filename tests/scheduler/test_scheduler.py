@@ -1484,6 +1484,30 @@ def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
         assert again.num_cached_tokens == scheduler.counters.num_disk_tokens == 38
 
 
+def test_a_request_goes_to_the_rank_that_has_read_its_prefix_from_disk() -> None:
+    lengths = (41, 41, 95)  # of the last one more than the others are worth
+    prompts = [[index] * length for index, length in enumerate(lengths)]
+    disk, namespaces = FakeDisk(), dict[bytes, bytes]()
+    for prompt in prompts:
+        first = filled_disk(prompt)
+        assert first.disk is not None
+        disk.pages |= first.disk.pages
+        namespaces |= first.disk_namespaces
+    harness = Harness(page_size=2, num_pages=60, num_host_pages=200, disk=disk, num_ranks=2)
+    harness.disk_namespaces = namespaces
+    requests = [make_request(f"{index}", prompt, 8) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    assert harness.launch() is None
+    assert [move.rank for move in harness.scheduler.kv.moves.under_way] == [0, 1, 0]
+    for _ in range(2):  # the first two have their prefixes before either is admitted
+        harness.end_move()
+    harness.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        check_output(request)
+        assert request.num_disk_tokens == (len(prompt) - 1) // 2 * 2
+
+
 def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk() -> None:
     prompt, blocking = list(range(40)), [3] * 21
     first = filled_disk(prompt)

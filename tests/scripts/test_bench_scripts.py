@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import pytest
 from bench_settings import median_of
 from gpu_checks import LIST, read_checks
+from support import forked_replicas
 from support.folders import SCRIPTS
-from support.forked_programs import minisgl
+from support.forked_programs import Running, minisgl, prepared
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
@@ -53,13 +57,36 @@ def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
 
+class Server(Running):
+    """What bench_settings.py needs of a `subprocess.Popen` of `minisgl serve`. It is forked, and so
+    is what it starts."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], said: int) -> None:
+        """said: a file for what it prints."""
+        files = [os.open(os.devnull, os.O_RDONLY), os.dup(said), os.dup(said)]
+        lead = os.setsid
+        super().__init__(
+            prepared(forked_replicas.run, arguments, environment, None, files, lead=lead), files
+        )
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The limit is that of the test."""
+        return super().wait()
+
+
 def compare_settings(*options: object) -> subprocess.CompletedProcess[str]:
     """Runs bench_settings.py here, and each `minisgl` that it starts as a forked process."""
-    run = subprocess.run
+    run_other = subprocess.run
 
     def run_forked(command: list[object], **given: Any) -> subprocess.CompletedProcess[str]:
         if command[1:3] != ["-m", "minisgl"]:
-            return run(command, **given)
+            return run_other(command, **given)
         done = minisgl(*command[3:])
         sys.stdout.write(done.stdout)
         sys.stderr.write(done.stderr)
@@ -67,23 +94,36 @@ def compare_settings(*options: object) -> subprocess.CompletedProcess[str]:
             done.check_returncode()
         return done
 
-    with mock.patch.object(subprocess, "run", run_forked):
-        return run_script("bench_settings.py", *options)
+    with forked_servers() as said, mock.patch.object(subprocess, "run", run_forked):
+        done = run_script("bench_settings.py", *options)
+        said.seek(0)
+        done.stderr += said.read().decode()
+        return done
+
+
+@contextlib.contextmanager
+def forked_servers() -> Iterator[IO[bytes]]:
+    """The file of what those print that bench_settings.py starts meanwhile."""
+
+    def serve(command: list[str], env: dict[str, str]) -> Server:
+        assert command[1:3] == ["-m", "minisgl"]
+        return Server(command[3:], env, said.fileno())
+
+    with tempfile.TemporaryFile() as said, mock.patch.object(subprocess, "Popen", serve):
+        yield said
 
 
 SMALL = "--device cpu --num-pages 300 --load-format dummy"
 
 
 @pytest.mark.parametrize(
-    ("compare", "check", "words"),
+    ("check", "words"),
     [
         (
-            compare_settings,
             "http-0.6b",
             f"--side=offline --side=serve --verb= -- {SMALL} --num-requests 4 --output-len 8",
         ),
         (
-            partial(run_program, "bench_settings.py"),
             "replicas-2",
             "--served --verb 'serve --output-len 8' --side='--num-requests 2' "
             "--side='--num-requests 4 | LOG_LEVEL=ERROR --replicas 2 --router-processes 1' "
@@ -92,8 +132,8 @@ SMALL = "--device cpu --num-pages 300 --load-format dummy"
     ],
     ids=["http", "replicas"],
 )
-def test_settings_are_compared_with_the_first(compare: Run, check: str, words: str) -> None:
-    done = compare(*shlex.split(words))
+def test_settings_are_compared_with_the_first(check: str, words: str) -> None:
+    done = compare_settings(*shlex.split(words))
     assert done.returncode == 0, done.stderr
     if "LOG_LEVEL" in words:  # of the environment of the second server alone
         assert done.stderr.count("INFO minisgl is loading its libraries") == 1
@@ -188,7 +228,8 @@ def test_the_mixed_benchmark_compares_the_times_between_tokens(served: bool) -> 
     steady = ("--streams", 2, "--steady-input", 8, "--steady-output", 60, "--seconds", 0.5)
     arriving = ("--rate", 50, "--input", 5, 30, "--output", 3)
     if served:
-        done = run_script("bench_mixed.py", *steady, *arriving, "--served=--device cpu")
+        with forked_servers():
+            done = run_script("bench_mixed.py", *steady, *arriving, "--served=--device cpu")
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert lines[0] == "served with --device cpu"

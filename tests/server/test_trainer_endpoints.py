@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from support.fake_engine import FakeEngine
 from support.http_server import error_of, http_client
 from support.ports import free_port
-from support.sending_trainer import start_trainer
 from support.serving import Served, demo_engine, served
+from support.started_trainers import start_trainer
 
 from minisgl.config import EngineConfig
 from minisgl.distributed.addresses import GroupAddress

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.http_server import error_of
 from support.ports import free_port
-from support.sending_trainer import start_trainer
 from support.serving import Served, demo_engine, served
+from support.started_trainers import start_trainer
 from torch import Tensor
 
 from minisgl.distributed import weight_group

@@ -32,7 +32,7 @@ from support.processes import PIPE_BYTES
 
 from minisgl_cli.start import main
 
-Program = Callable[[], int]
+Program = Callable[[], object]  # returns its exit code, or raises SystemExit
 START_S = 0.0005
 
 
@@ -41,10 +41,11 @@ def minisgl(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     input: str = "",
+    program: Program = main,
 ) -> CompletedProcess[str]:
     """Run `minisgl ARGUMENTS` in the folder and capture what it prints.
 
-    input: comes through a pipe, which has room for 64 KB.
+    input: comes through a pipe, which has room for 64 KB. program: another one with arguments.
     """
     command = [*map(str, arguments)]
     with ExitStack() as files:
@@ -54,7 +55,7 @@ def minisgl(
             to_pipe.write(input.encode())
             to_pipe.close()
             given = [piped.fileno(), out.fileno(), err.fileno()]
-            process = prepared(main, command, environment or os.environ, folder, given)
+            process = prepared(program, command, environment or os.environ, folder, given)
             process.start()
         process.join()
         printed = []

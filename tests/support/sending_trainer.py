@@ -1,10 +1,9 @@
-"""A trainer in a process of its own, which sends tensors in a group as those of SGLang do."""
+"""The program of a trainer, which sends tensors in a group as those of SGLang do."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,23 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
-
-from minisgl.distributed.addresses import GroupAddress
-
-
-def start_trainer(
-    address: GroupAddress,
-    folder: Path,
-    stop_after: int = 1 << 30,
-    packed_bytes: int = 0,
-    device: str = "cpu",
-) -> subprocess.Popen[bytes]:
-    """Send the tensors of a checkpoint, in the order of their names; it is killed after so many,
-    else it lives until its standard input is closed. packed_bytes: not one by one, but in buckets
-    that end when they have more bytes. device: that has them."""
-    place = (address.master_port, address.world_size, address.group_name, address.backend)
-    arguments = map(str, (*place, device, folder, stop_after, packed_bytes))
-    return subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE)
 
 
 def main(
@@ -42,7 +24,10 @@ def main(
     folder: str,
     stop_after: str,
     packed_bytes: str,
-) -> None:
+) -> int:
+    """Send the tensors of a checkpoint, in the order of their names. End as the system ends a
+    process after so many, else with the standard input. packed_bytes: not one by one, but in
+    buckets that end when they have more bytes. device: that has them."""
     if device != "cpu":
         torch.cuda.set_device(device)
     tensors = {

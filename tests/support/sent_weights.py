@@ -20,7 +20,7 @@ from support.replaced_weights import (
     folder_of,
     weights_of,
 )
-from support.sending_trainer import start_trainer
+from support.started_trainers import start_trainer
 
 from minisgl.distributed import weight_group
 from minisgl.distributed.addresses import GroupAddress
