@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import IO, Any
