@@ -75,12 +75,13 @@ def test_rules_that_leave_no_token_are_refused() -> None:
 
 def test_words_are_tokenized_alone_and_behind_a_space() -> None:
     tokenizer = Tokenizer.load(DEMO_FOLDER)
-    vocabulary = ("the", "capital", "zzqj", " of")
+    vocabulary = ("the", "capital", "zzqj", " of", "can I")
+    assert len(tokenizer.encode("can I")) != len(tokenizer.encode(" can I"))
     found = word_token_ids(tokenizer, vocabulary)
     texts = {tokenizer.decode([*ids]) for ids in found}
     assert {word.lstrip() for word in vocabulary} <= texts
     assert texts <= {prefix + word.lstrip() for prefix in ("", " ") for word in vocabulary}
-    assert " the" in texts and len(set(found)) == len(found)
+    assert {" the", " can I"} <= texts and len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -236,7 +237,8 @@ def test_best_of_is_accepted_where_it_changes_nothing(
 
 def test_a_seed_makes_samples_repeatable(client: openai.OpenAI) -> None:
     def sampled(seed: int) -> str:
-        return text_of(complete(client, temperature=2, seed=seed, ignore_eos=True))
+        options = {"temperature": 2, "seed": seed, "ignore_eos": True, "max_tokens": 24}
+        return text_of(complete(client, **options))
 
     seeds = (0, 7, -(2**63), 2**63 - 1)
     texts = [sampled(seed) for seed in seeds]
@@ -899,7 +901,10 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages.0.role"),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]},
+        "messages.0.tool_call_id",
+    ),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{**HELLO[0], "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
@@ -917,7 +922,7 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": "all"}, "top_logprobs"),
     ({"logprobs": False, "logprob_token_ids": [1]}, "logprob_token_ids"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f f"}}]}, "tools.0.function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"functions": []}, "functions"),
@@ -1037,18 +1042,25 @@ def test_refusals_state_the_allowed_values(
 def test_bad_words_and_allowed_tokens_hold_the_answer(
     demo: Served[AsyncEngine], client: openai.OpenAI, stream: bool
 ) -> None:
-    def answer(**fields: Any) -> str:
-        options = {"temperature": 0, "max_tokens": 12, "stream": stream, **fields}
+    def tokens(**fields: Any) -> list[str]:
+        options = {"temperature": 0, "max_tokens": 12, "stream": stream, "logprobs": 0, **fields}
         found = complete(client, **options)
         chunks = found if stream else [found]
-        return "".join(chunk.choices[0].text for chunk in chunks)
+        logprobs = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+        return [token for each in logprobs if each for token in each.tokens]
+
+    def answer(**fields: Any) -> str:
+        return "".join(tokens(**fields)).removesuffix("<|im_end|>")
 
     assert answer() == HELLO_ANSWER
+    assert tokens()[:5] == ["Hello", "!", " How", " can", " I"]
     assert "help" not in answer(bad_words=["help"]).lower()
-    held = answer(bad_words=["Hello", "can I"], n=1)
-    assert "Hello" not in held and "can I" not in held
+    held = tokens(bad_words=["Hello", "can I"], n=1)
+    assert "Hello" not in held and (" can", " I") not in pairwise(held)
     # Words are held back inside of a constraint, too.
-    assert answer(bad_words=["yes"], structured_outputs={"choice": ["yes", "no"]}) == "no"
+    words = {"structured_outputs": {"choice": ["Hello", "help"]}}
+    assert tokens(**words)[0] == "Hello"
+    assert tokens(**words, bad_words=["Hello"])[:2] == ["H", "ello"]
     assert demo.engine.tokenizer is not None
     digits = [demo.engine.tokenizer.encode(digit)[-1] for digit in "0123456789"]
     assert answer(allowed_token_ids=digits).isdecimal()

@@ -234,7 +234,7 @@ def test_other_texts_and_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert not texts.differing_texts(tokenizer, DEMO_FOLDER)
     same = texts.differing_conversations(tokenizer, DEMO_FOLDER, None)
     assert {*same.values()} == {""}
-    assert len(same) == 3
+    assert len(same) == 4
     render = Renderer.render
     monkeypatch.setattr(Renderer, "render", lambda self, call: render(self, call) + "\n")
     differing = texts.differing_conversations(tokenizer, DEMO_FOLDER, None)

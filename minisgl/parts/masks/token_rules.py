@@ -18,8 +18,7 @@ TokenIds = tuple[int, ...]
 def word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[TokenIds, ...]:
     """The sequences of tokens that each word is, at the beginning of a text and behind a space.
 
-    The second is left out where the space is a token of its own, for then it has the first in it;
-    so does vLLM.
+    The second is left out where the space is a token of its own, for then it has the first in it.
     """
     found: set[TokenIds] = set()
     for word in words:
@@ -28,7 +27,7 @@ def word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[TokenIds
         if not bare:
             continue
         found.add(bare)
-        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+        if spaced[1:] != bare:
             found.add(spaced)
     return (*sorted(found),)
 

@@ -22,7 +22,9 @@ from support.toy_tokenizers import with_tokens
 from minisgl.client.errors import ServerError
 from minisgl.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, MinisglError
+from minisgl.models.hub import DEMO_FOLDER
 from minisgl.request import FinishReason
+from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
@@ -349,9 +351,9 @@ async def test_an_engine_answers_in_messages_with_headers(tools: Path) -> None:
 
 
 async def test_an_engine_whose_template_has_no_tools_says_so(tools: Path) -> None:
-    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
-        assert engine.tokenizer is not None
-        done = await chat(EngineModel(engine, engine.tokenizer), f"/tools {tools}")
+    tokenizer = Tokenizer.load(DEMO_FOLDER, chat_template="{{ messages[-1].content }}")
+    async with engine_on(ScriptedRunner(1), tokenizer=tokenizer) as engine:
+        done = await chat(EngineModel(engine, tokenizer), f"/tools {tools}")
     assert "cannot be offered tools: its chat template" in done.ui.said[0]
 
 
