@@ -7,6 +7,8 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -256,17 +258,28 @@ def test_temperature_0_is_greedy_whatever_seed_and_top_p(client: openai.OpenAI) 
     assert answers == {"17 + 25 = 42."}
 
 
-def test_tools_and_tool_calls_are_refused_by_name(client: openai.OpenAI) -> None:
-    """Refused in the request and in the history."""
+def test_tools_and_tool_calls_are_refused_by_name(tmp_path: Path) -> None:
+    """By a model whose template does not show them: in the request and in the history."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="demo", messages=HELLO, tools=[tool])
-    assert caught.value.param == "tools"
     call: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     history: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="demo", messages=history)
-    assert caught.value.param == "messages.1.tool_calls"
+    result: Any = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    engine = partial(demo_engine, num_pages=16, chat_template=str(template))
+    with served(engine) as found, found.openai() as client:
+        create = partial(client.chat.completions.create, model="demo")
+        for fields, param in (
+            ({"messages": HELLO, "tools": [tool]}, "tools"),
+            ({"messages": history}, "messages.1.tool_calls"),
+            (
+                {"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]},
+                "messages.0.role",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                create(**fields)
+            assert caught.value.param == param
 
 
 def test_the_openai_client_lists_models_chats_streams_and_completes(client: openai.OpenAI) -> None:
