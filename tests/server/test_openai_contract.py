@@ -272,10 +272,7 @@ def test_tools_and_tool_calls_are_refused_by_name(tmp_path: Path) -> None:
         for fields, param in (
             ({"messages": HELLO, "tools": [tool]}, "tools"),
             ({"messages": history}, "messages.1.tool_calls"),
-            (
-                {"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]},
-                "messages.0.role",
-            ),
+            ({"messages": [result]}, "messages.0.role"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
                 create(**fields)
