@@ -49,12 +49,13 @@ class Texts:
         num_places: int,
         make_renderer: Callable[..., Renderer] = Renderer,
     ) -> None:
-        """num_places: maximum number of short texts in progress; a long text occupies several."""
+        """num_places: maximum number of short texts in progress; a long text occupies several. And
+        of conversations that wait for what changes them."""
         self._tokenizer = tokenizer
         self._max_seq_len = max_seq_len
         self._max_chars = max(ALWAYS_TAKEN_CHARS, MAX_CHARS_PER_TOKEN * max_seq_len)
         self._num_places = num_places
-        self._num_taken = 0
+        self._num_taken = self._num_changing = self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._loop = asyncio.get_running_loop()
@@ -107,14 +108,27 @@ class Texts:
     ) -> list[int]:
         """Tokenize a conversation with the model's chat template; raises as `encode` does.
 
-        change: what happens to the rendered conversation before it is tokenized.
+        change: what happens to the rendered conversation before it is tokenized. It may take
+        minutes, in which other texts need its places.
         """
         call = encode_call(self._tokenizer.template_call(messages, **options))
-        with self._places(len(call)):
-            text = await self._render(call)
-            if change is not None:
-                text = await change(text)
-            return await self._encode(text, "messages", False, any_length)
+        with self._inside():
+            with self._places(len(call)):
+                text = await self._render(call)
+                if change is None:
+                    return await self._encode(text, "messages", False, any_length)
+            text = await self._changed(text, change)
+            with self._places(len(text)):
+                return await self._encode(text, "messages", False, any_length)
+
+    async def _changed(self, text: str, change: Callable[[str], Awaitable[str]]) -> str:
+        if self._num_changing == self._num_places:
+            raise QueueFullError("Too many conversations with images are waiting; try again later.")
+        self._num_changing += 1
+        try:
+            return await change(text)
+        finally:
+            self._num_changing -= 1
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does, found out once. Raises EngineStoppedError."""
@@ -181,13 +195,23 @@ class Texts:
         if self._num_taken and self._num_taken + num > self._num_places:
             raise QueueFullError("Too much text is waiting to be tokenized; try again later.")
         self._num_taken += num
+        try:
+            with self._inside():
+                yield
+        finally:
+            self._num_taken -= num
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Count a caller that `settle` waits for."""
+        self._num_inside += 1
         self._empty.clear()
         try:
             yield
         finally:
-            self._num_taken -= num
+            self._num_inside -= 1
             self._last_left_s = self._loop.time()
-            if not self._num_taken:
+            if not self._num_inside:
                 self._empty.set()
 
     async def settle(self) -> None:

@@ -269,6 +269,29 @@ async def test_the_amount_of_waiting_text_is_limited(tokenizer: GatedTokenizer) 
         assert await texts.encode(LONG)
 
 
+async def test_conversations_that_wait_for_images_leave_the_places_to_texts(
+    tokenizer: GatedTokenizer,
+) -> None:
+    seen = asyncio.Event()
+
+    async def change(text: str) -> str:
+        await seen.wait()
+        return text
+
+    async with texts_of(tokenizer, num_places=4) as texts:
+        waiting = [asyncio.ensure_future(texts.chat(say("a"), False, {}, change)) for _ in range(4)]
+        await until(lambda: texts._num_changing == 4)
+        assert len(await texts.chat(say("Hello"), False, {})) == len("Hello")
+        with pytest.raises(QueueFullError, match="with images"):
+            await texts.chat(say("a"), False, {}, change)
+        settled = asyncio.ensure_future(texts.settle())
+        assert not any(task.done() for task in waiting)
+        seen.set()
+        assert await asyncio.gather(*waiting) == [[1]] * 4
+        await settled
+        assert texts._num_taken == texts._num_changing == texts._num_inside == 0
+
+
 async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:
     async with gated_server(max_running_requests=1, max_queued_requests=1) as gated:
         gate = threading.Event()
