@@ -26,7 +26,7 @@ from minisgl.models.formats.quantized_format import Held
 from minisgl.models.target import Store, Target, copy
 from minisgl.shards import Shard, whole
 
-_OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.[a-z_]+$")  # module, number, map and tensor
+_OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.\w+$")  # module, number, map and tensor
 _OPTIONAL = frozenset(("layer_scalar",))  # a parameter that stays as it is without a tensor
 
 
