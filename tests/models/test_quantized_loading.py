@@ -522,6 +522,7 @@ HARMLESS: list[tuple[str, str, Tensor]] = [
     ("awq", "bias", torch.zeros(256).half()),
     ("ct-int4", "weight_zero_point", torch.full((32, 2), 0x88888888 - 2**32).int()),
     ("ct-int4", "weight_zero_point", torch.zeros(256, 2, dtype=torch.int8)),
+    ("ct-int4", "weight_shape", torch.tensor([256, 256], dtype=torch.int32)),
     ("ct-int4", "weight_g_idx", GROUPS.int()),
     ("ct-int4", "weight_g_idx", torch.full((256,), -1).int()),
     ("ct-int4-zeros", "weight_g_idx", GROUPS),

@@ -169,7 +169,9 @@ class CompressedInt4(Int4):
             ),
             "weight_zero_point": zero_point,
             "weight_shape": Target(
-                *(None, (whole(2),), ("I64",), check_shape), is_required=False, of_outputs=None
+                *(None, (whole(2),), ("I64", "I32"), check_shape),
+                is_required=False,
+                of_outputs=None,
             ),
             "weight_g_idx": ignored(_INTEGERS, self.order_of(inputs)),
         }
