@@ -6,7 +6,8 @@ import itertools
 import logging
 import shutil
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,17 @@ from safetensors.torch import load_file
 from support.checkpoints import Spec, make_checkpoint, random_prompt
 from support.paged import PagedModel
 from support.parity import FOLDER
-from support.quantized import FORMATS, Quantized, Tensors, edit_config, edit_tensors, quantize
+from support.quantized import (
+    FORMATS,
+    Quantized,
+    Tensors,
+    compressed,
+    edit_config,
+    edit_tensors,
+    pack_awq,
+    pack_gptq,
+    quantize,
+)
 from support.ranks import Rank
 from torch import Tensor
 
@@ -417,12 +428,20 @@ SCALES = {
     "gptq": f"{DOWN}.scales",
     "nvfp4-modelopt": f"{DOWN}.weight_scale_2",
 }
+# AutoRound's scale has the sign of a group's largest number, which is q = 0.
+OF_EITHER_SIGN = {
+    "ct-int4": compressed("W4A16", negative=True),
+    "awq": replace(FORMATS["awq"], pack=partial(pack_awq, negative=True)),
+    "gptq": replace(FORMATS["gptq"], pack=partial(pack_gptq, negative=True)),
+}
 
 
-@pytest.mark.parametrize("format", SCALES)
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [(torch.nan, "not finite"), (torch.inf, "not finite"), (-1.0, "negative")],
+    ("format", "value", "message"),
+    [
+        *((format, value, "not finite") for format in SCALES for value in (torch.nan, torch.inf)),
+        *((format, -1.0, "negative") for format in SCALES if format not in OF_EITHER_SIGN),
+    ],
 )
 def test_scales_that_no_weight_can_have(
     format: str, value: float, message: str, copy_of: Callable[[str, str], Path]
@@ -432,6 +451,22 @@ def test_scales_that_no_weight_can_have(
     wanted = rf"model\.safetensors: {SCALES[format]} holds .*{message}"
     with pytest.raises(CheckpointError, match=wanted):
         load(folder)
+
+
+@pytest.mark.parametrize("format", OF_EITHER_SIGN)
+@pytest.mark.parametrize("spec", ["dense", "moe-256"])
+def test_scales_of_either_sign_give_the_same_weights(
+    spec: str, format: str, tmp_path: Path
+) -> None:
+    case = quantize(SPECS[spec], OF_EITHER_SIGN[format], tmp_path)
+    kinds = ("scales", "weight_scale")
+    for packed in case.packed.values():
+        [scale] = [packed.tensors[kind] for kind in kinds if kind in packed.tensors]
+        assert (scale < 0).any() and (scale > 0).any()
+    assert wrong_parts(case, 2) == []
+    alone, same = load(case.folder), load(case_of(spec, format).folder)
+    for name, (weight, *_) in matrices(alone).items():
+        assert torch.equal(weight, matrices(same)[name][0]), name
 
 
 @pytest.mark.parametrize("format", SCALES)
