@@ -38,6 +38,17 @@ class Names:
     of: Callable[[str], str | None]
     is_quantizable: Callable[[str], bool]  # of a linear map in the model
 
+    def in_format(self, scheme: QuantizedFormat | None) -> Names:
+        """The same, where tensors of quantised maps have the names that their format gives them."""
+        if scheme is None:
+            return self
+
+        def of(stored_name: str) -> str | None:
+            name = self.of(stored_name)
+            return None if name is None else scheme.named(name)
+
+        return replace(self, of=of)
+
 
 @dataclass(frozen=True, slots=True)
 class TiedHead:

@@ -23,6 +23,7 @@ from support.quantized import (
     compressed,
     edit_config,
     edit_tensors,
+    pack_as_transformers,
     pack_awq,
     pack_gptq,
     quantize,
@@ -46,7 +47,7 @@ from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
 from minisgl.models.formats import fp8
-from minisgl.models.loader import load_model
+from minisgl.models.loader import load_model, names_in
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard
@@ -226,6 +227,20 @@ def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):
         load(case.folder)
+
+
+@pytest.mark.parametrize(("static", "format"), [(True, "fp8-static"), (False, "fp8-tensor")])
+@pytest.mark.parametrize("spec", ["dense", "moe"])
+def test_the_names_of_transformers_stand_for_those_of_others(
+    spec: str, static: bool, format: str, tmp_path: Path
+) -> None:
+    named = replace(FORMATS[format], pack=partial(pack_as_transformers, static=static))
+    case = quantize(SPECS[spec], named, tmp_path)
+    assert any("weight_scale_inv" in name for name in load_file(case.folder / "model.safetensors"))
+    same = case_of(spec, format).folder
+    assert torch.equal(run(load(case.folder), case.folder), run(load(same), same))
+    adopted = names_in(read_model_config(case.folder, model_impl="adopted"))
+    assert adopted.of(f"{Q}.weight_scale_inv") == f"{Q.removeprefix('model.')}.weight_scale"
 
 
 @pytest.mark.parametrize("format", FORMATS)

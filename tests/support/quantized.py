@@ -82,6 +82,14 @@ def pack_fp8_tensor(w: Tensor, *, static: bool) -> Packed:
     return Packed(tensors, q.float() * scale)
 
 
+def pack_as_transformers(w: Tensor, *, static: bool) -> Packed:
+    """The same under the names that FP8Linear of transformers has."""
+    packed = pack_fp8_tensor(w, static=static)
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = {names.get(name, name): tensor for name, tensor in packed.tensors.items()}
+    return Packed(tensors, packed.weight)
+
+
 def pack_fp8_rows(w: Tensor) -> Packed:
     scale = w.abs().amax(1, keepdim=True) / 448
     q = (w / scale).clamp(-448, 448).to(E4M3)
@@ -284,6 +292,11 @@ FORMATS: dict[str, Format] = {
     "fp8-static": Format(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         lambda w: pack_fp8_tensor(w, static=True),
+        "static",
+    ),
+    "fp8-transformers": Format(  # as Ministral-3 is published
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        partial(pack_as_transformers, static=True),
         "static",
     ),
     "modelopt": Format(
