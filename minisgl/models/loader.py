@@ -106,13 +106,14 @@ def load_model(
 def names_in(config: ModelConfig) -> Names:
     """How the tensors of a checkpoint are called in the model."""
     if isinstance(config, NativeConfig):
-        return Names(FAMILIES[config.architecture].name_of, is_quantizable)
+        names = Names(FAMILIES[config.architecture].name_of, is_quantizable)
+        return names.in_format(config.quantization)
     # Imports the modeling code of transformers.
     from minisgl.models.adopted.config import AdoptedConfig
     from minisgl.models.adopted.load import tensor_names
 
     assert isinstance(config, AdoptedConfig)
-    return tensor_names(config)
+    return tensor_names(config).in_format(config.quantization)
 
 
 def log_quantized(model: nn.Module, scheme: Quantization) -> None:

@@ -26,7 +26,7 @@ from minisgl.models.formats.quantized_format import Held
 from minisgl.models.target import Store, Target, copy
 from minisgl.shards import Shard, whole
 
-_OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.[a-z_]+$")  # module, number, map and tensor
+_OF_EXPERT = re.compile(r"(.+?\.)(\d+)\.[a-z_]+\.\w+$")  # module, number, map and tensor
 _OPTIONAL = frozenset(("layer_scalar",))  # a parameter that stays as it is without a tensor
 
 
@@ -37,6 +37,17 @@ class Names:
     # None for what the model leaves aside.
     of: Callable[[str], str | None]
     is_quantizable: Callable[[str], bool]  # of a linear map in the model
+
+    def in_format(self, scheme: QuantizedFormat | None) -> Names:
+        """The same, where tensors of quantised maps have the names that their format gives them."""
+        if scheme is None:
+            return self
+
+        def of(stored_name: str) -> str | None:
+            name = self.of(stored_name)
+            return None if name is None else scheme.named(name)
+
+        return replace(self, of=of)
 
 
 @dataclass(frozen=True, slots=True)

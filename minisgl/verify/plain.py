@@ -23,8 +23,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of eight columns
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits, after the sign
 _PARTS = frozenset(  # of a matrix, beside that which stands for it
     """weight_scale weight_scale_inv weight_shape weight_zero_point weight_g_idx input_scale
-    weight_scale_2 weight_global_scale input_global_scale qzeros scales g_idx k_scale v_scale
-    output_scale""".split()
+    weight_scale_2 weight_global_scale input_global_scale activation_scale qzeros scales g_idx
+    k_scale v_scale output_scale""".split()
 )
 
 

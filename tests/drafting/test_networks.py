@@ -251,7 +251,7 @@ def test_layers_for_multi_token_prediction_draft_as_in_plain_torch(name: str) ->
     check_mtp(*mtp_of(name))
 
 
-@pytest.mark.parametrize("format", ["fp8-block", "ct-int4-64"])
+@pytest.mark.parametrize("format", ["fp8-block", "fp8-transformers", "ct-int4-64"])
 def test_a_quantized_layer_drafts_as_its_dequantized_weights(format: str, tmp_path: Path) -> None:
     case = quantize(LATENT_64, FORMATS[format], tmp_path)
     mtp = let_last_layer_draft(case.folder, load_plain(case))

@@ -118,9 +118,9 @@ def test_sampled_tokens_equal_those_of_one_rank() -> None:
 
 # -- every format ---------------------------------------------------------------------------------
 
-QUANTISED = ["fp8-block", "fp8-tensor", "fp8-static", "ct-fp8-channel"]
+QUANTISED = ["fp8-block", "fp8-tensor", "fp8-static", "fp8-transformers", "ct-fp8-channel"]
 STACKED = ["stacked", "stacked-to-fp8"]
-QUANTISED += ["ct-int4-zeros-32", "awq-64", "gptq-v2-32"]
+QUANTISED += ["ct-int4-zeros-32", "awq-64", "gptq-v2-32", "nvfp4", "nvfp4-modelopt"]
 
 
 @pytest.fixture(scope="module")

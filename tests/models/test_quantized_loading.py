@@ -6,7 +6,8 @@ import itertools
 import logging
 import shutil
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,18 @@ from safetensors.torch import load_file
 from support.checkpoints import Spec, make_checkpoint, random_prompt
 from support.paged import PagedModel
 from support.parity import FOLDER
-from support.quantized import FORMATS, Quantized, Tensors, edit_config, edit_tensors, quantize
+from support.quantized import (
+    FORMATS,
+    Quantized,
+    Tensors,
+    compressed,
+    edit_config,
+    edit_tensors,
+    pack_as_transformers,
+    pack_awq,
+    pack_gptq,
+    quantize,
+)
 from support.ranks import Rank
 from torch import Tensor
 
@@ -35,7 +47,7 @@ from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
 from minisgl.models.formats import fp8
-from minisgl.models.loader import load_model
+from minisgl.models.loader import load_model, names_in
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard
@@ -215,6 +227,20 @@ def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):
         load(case.folder)
+
+
+@pytest.mark.parametrize(("static", "format"), [(True, "fp8-static"), (False, "fp8-tensor")])
+@pytest.mark.parametrize("spec", ["dense", "moe"])
+def test_the_names_of_transformers_stand_for_those_of_others(
+    spec: str, static: bool, format: str, tmp_path: Path
+) -> None:
+    named = replace(FORMATS[format], pack=partial(pack_as_transformers, static=static))
+    case = quantize(SPECS[spec], named, tmp_path)
+    assert any("weight_scale_inv" in name for name in load_file(case.folder / "model.safetensors"))
+    same = case_of(spec, format).folder
+    assert torch.equal(run(load(case.folder), case.folder), run(load(same), same))
+    adopted = names_in(read_model_config(case.folder, model_impl="adopted"))
+    assert adopted.of(f"{Q}.weight_scale_inv") == f"{Q.removeprefix('model.')}.weight_scale"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -417,12 +443,20 @@ SCALES = {
     "gptq": f"{DOWN}.scales",
     "nvfp4-modelopt": f"{DOWN}.weight_scale_2",
 }
+# AutoRound's scale has the sign of a group's largest number, which is q = 0.
+OF_EITHER_SIGN = {
+    "ct-int4": compressed("W4A16", negative=True),
+    "awq": replace(FORMATS["awq"], pack=partial(pack_awq, negative=True)),
+    "gptq": replace(FORMATS["gptq"], pack=partial(pack_gptq, negative=True)),
+}
 
 
-@pytest.mark.parametrize("format", SCALES)
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [(torch.nan, "not finite"), (torch.inf, "not finite"), (-1.0, "negative")],
+    ("format", "value", "message"),
+    [
+        *((format, value, "not finite") for format in SCALES for value in (torch.nan, torch.inf)),
+        *((format, -1.0, "negative") for format in SCALES if format not in OF_EITHER_SIGN),
+    ],
 )
 def test_scales_that_no_weight_can_have(
     format: str, value: float, message: str, copy_of: Callable[[str, str], Path]
@@ -432,6 +466,22 @@ def test_scales_that_no_weight_can_have(
     wanted = rf"model\.safetensors: {SCALES[format]} holds .*{message}"
     with pytest.raises(CheckpointError, match=wanted):
         load(folder)
+
+
+@pytest.mark.parametrize("format", OF_EITHER_SIGN)
+@pytest.mark.parametrize("spec", ["dense", "moe-256"])
+def test_scales_of_either_sign_give_the_same_weights(
+    spec: str, format: str, tmp_path: Path
+) -> None:
+    case = quantize(SPECS[spec], OF_EITHER_SIGN[format], tmp_path)
+    kinds = ("scales", "weight_scale")
+    for packed in case.packed.values():
+        [scale] = [packed.tensors[kind] for kind in kinds if kind in packed.tensors]
+        assert (scale < 0).any() and (scale > 0).any()
+    assert wrong_parts(case, 2) == []
+    alone, same = load(case.folder), load(case_of(spec, format).folder)
+    for name, (weight, *_) in matrices(alone).items():
+        assert torch.equal(weight, matrices(same)[name][0]), name
 
 
 @pytest.mark.parametrize("format", SCALES)
@@ -522,6 +572,7 @@ HARMLESS: list[tuple[str, str, Tensor]] = [
     ("awq", "bias", torch.zeros(256).half()),
     ("ct-int4", "weight_zero_point", torch.full((32, 2), 0x88888888 - 2**32).int()),
     ("ct-int4", "weight_zero_point", torch.zeros(256, 2, dtype=torch.int8)),
+    ("ct-int4", "weight_shape", torch.tensor([256, 256], dtype=torch.int32)),
     ("ct-int4", "weight_g_idx", GROUPS.int()),
     ("ct-int4", "weight_g_idx", torch.full((256,), -1).int()),
     ("ct-int4-zeros", "weight_g_idx", GROUPS),

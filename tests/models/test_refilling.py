@@ -36,7 +36,14 @@ ADOPTED = ["GemmaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"]
 NATIVE = ["Lfm2ForCausalLM", "LlamaForCausalLM"]
 STATES = ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
 SPECS = ["deepseek-v2", "glm-flash", "gpt-oss", "qwen2", "qwen3-biased", "moe"]
-QUANTIZED = ["fp8-block", "fp8-static", "ct-fp8-channel", "ct-int4-zeros", "awq"]
+QUANTIZED = [
+    "fp8-block",
+    "fp8-static",
+    "fp8-transformers",
+    "ct-fp8-channel",
+    "ct-int4-zeros",
+    "awq",
+]
 DENSE = Spec("dense", "Qwen3ForCausalLM", hidden_size=256, num_layers=1)
 Tensors = dict[str, Tensor]
 

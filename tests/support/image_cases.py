@@ -315,7 +315,12 @@ def _kinds_of(reference: Any) -> set[str]:
 
 def tower_of(architecture: str, device: str = "cpu") -> Tower:
     """The tower of a case in float32; on "meta" without its weights."""
-    folder, where = image_case(architecture).folder, torch.device(device)
+    return tower_in(image_case(architecture).folder, device)
+
+
+def tower_in(folder: Path, device: str = "cpu") -> Tower:
+    """The same of any checkpoint."""
+    where = torch.device(device)
     sight = read_setup(EngineConfig(model=str(folder), device="cpu", dtype="float32")).sight
     assert isinstance(sight, Sight)
     if device == "meta":

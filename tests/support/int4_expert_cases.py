@@ -31,6 +31,7 @@ def random_experts(
         q = torch.randint(0, 16, (num_experts, n, k), dtype=torch.uint8, device=device)
         shape = (num_experts, k // group, n)
         scale = (0.5 + torch.rand(shape, device=device)) / (5 * k**0.5)
+        scale *= 2 * torch.randint(0, 2, shape, device=device) - 1
         zero = torch.randint(0, 16, shape, dtype=torch.uint8, device=device)
         return Int4Weights(pack_int4(q), scale.half(), None if symmetric else zero)
 

@@ -82,6 +82,14 @@ def pack_fp8_tensor(w: Tensor, *, static: bool) -> Packed:
     return Packed(tensors, q.float() * scale)
 
 
+def pack_as_transformers(w: Tensor, *, static: bool) -> Packed:
+    """The same under the names that FP8Linear of transformers has."""
+    packed = pack_fp8_tensor(w, static=static)
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = {names.get(name, name): tensor for name, tensor in packed.tensors.items()}
+    return Packed(tensors, packed.weight)
+
+
 def pack_fp8_rows(w: Tensor) -> Packed:
     scale = w.abs().amax(1, keepdim=True) / 448
     q = (w / scale).clamp(-448, 448).to(E4M3)
@@ -111,8 +119,11 @@ def int8() -> Format:
 # -- INT4 -----------------------------------------------------------------------------------------
 
 
-def to_int4(w: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [n, k] and zero [n, k / group] from 0 to 15, scale [n, k / group] float16, and W."""
+def to_int4(
+    w: Tensor, group: int, *, symmetric: bool, negative: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [n, k] and zero [n, k / group] from 0 to 15, scale [n, k / group] float16, and W. negative:
+    the same W, with a scale below 0 of each second row."""
     groups = w.unflatten(1, (-1, group))
     if symmetric:
         scale = (groups.abs().amax(-1) / 7).half()
@@ -124,6 +135,9 @@ def to_int4(w: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor, 
     steps = groups / scale.float()[..., None] + zero[..., None]
     q = steps.round().clamp(0, 15).long()
     dequantized = (q - zero[..., None]) * scale.float()[..., None]
+    if negative:
+        largest = 16 if symmetric else 15
+        q[::2], zero[::2], scale[::2] = largest - q[::2], largest - zero[::2], -scale[::2]
     return q.flatten(1), zero, scale, dequantized.flatten(1)
 
 
@@ -135,8 +149,8 @@ def in_int32(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tenso
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def pack_awq(w: Tensor, group: int = 128) -> Packed:
-    q, zero, scale, dequantized = to_int4(w, group, symmetric=False)
+def pack_awq(w: Tensor, group: int = 128, *, negative: bool = False) -> Packed:
+    q, zero, scale, dequantized = to_int4(w, group, symmetric=False, negative=negative)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return Packed(
         {
@@ -148,8 +162,8 @@ def pack_awq(w: Tensor, group: int = 128) -> Packed:
     )
 
 
-def pack_gptq(w: Tensor, group: int = 128, *, v2: bool = False) -> Packed:
-    q, zero, scale, dequantized = to_int4(w, group, symmetric=True)
+def pack_gptq(w: Tensor, group: int = 128, *, v2: bool = False, negative: bool = False) -> Packed:
+    q, zero, scale, dequantized = to_int4(w, group, symmetric=True, negative=negative)
     return Packed(
         {
             "qweight": in_int32(q).T.contiguous(),
@@ -198,8 +212,10 @@ def nvfp4() -> Format:
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
-def compressed(preset: str, *, weights_alone: bool = False, **weights: Any) -> Format:
-    """weights_alone: inputs are not rounded."""
+def compressed(
+    preset: str, *, weights_alone: bool = False, negative: bool = False, **weights: Any
+) -> Format:
+    """weights_alone: inputs are not rounded. negative: as of to_int4."""
     scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
     if weights_alone:
         scheme = scheme.model_copy(update={"input_activations": None})
@@ -228,8 +244,9 @@ def compressed(preset: str, *, weights_alone: bool = False, **weights: Any) -> F
     def scales(w: Tensor) -> Tensors:
         args = scheme.weights
         if is_int4:
-            _, zero, scale, _ = to_int4(w, args.group_size, symmetric=args.symmetric)
-            zeros = {} if args.symmetric else {"weight_zero_point": (zero - 8).to(torch.int8)}
+            symmetric, size = args.symmetric, args.group_size
+            _, zero, scale, _ = to_int4(w, size, symmetric=symmetric, negative=negative)
+            zeros = {} if symmetric else {"weight_zero_point": (zero - 8).to(torch.int8)}
             return {"weight_scale": scale.bfloat16(), **zeros}
         if args.strategy == "block":
             return {"weight_scale": (blocks_of(w)[0] / 448).bfloat16()}
@@ -275,6 +292,11 @@ FORMATS: dict[str, Format] = {
     "fp8-static": Format(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         lambda w: pack_fp8_tensor(w, static=True),
+        "static",
+    ),
+    "fp8-transformers": Format(  # as Ministral-3 is published
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        partial(pack_as_transformers, static=True),
         "static",
     ),
     "modelopt": Format(

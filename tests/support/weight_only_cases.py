@@ -44,6 +44,7 @@ def random_int4(
     and the product rounded to dtype."""
     q = torch.randint(0, 16, (n, k), device=device)
     scale = (torch.rand(k // group, n, device=device) + 0.1) / k**0.5 / 4
+    scale *= 2 * torch.randint(0, 2, scale.shape, device=device) - 1
     scale = scale.to(scale_dtype or dtype)
     zero = None
     if not symmetric:

@@ -200,6 +200,7 @@ def load_network(
     files = [] if load_format == "dummy" else _files(folder)
     of_mtp = partial(mtp_name_of, layer=config.stored_layer)
     names = Names(of_mtp if config.kind == MTP else _head_name_of, is_quantizable)
+    names = names.in_format(config.quantization)
     stored = stored_tensors(files, names)
     if files and not stored:
         prefix = "mtp" if config.stored_layer is None else f"model.layers.{config.stored_layer}"

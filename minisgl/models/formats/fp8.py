@@ -32,6 +32,8 @@ _FP8_FIELDS = field_names(
     "activation_scheme fmt scale_fmt weight_block_size dequantize kv_cache_scheme"
 )
 _FBGEMM_FIELDS = field_names("activation_scale_ub")
+# Of a matrix with one scale, as transformers writes it.
+_RENAMED = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class Fp8(MatrixFormat[Fp8Weights]):
             input_scales=InputScales(*scales) if static else None,
             gelu=held.gelu,
         )
+
+    def named(self, name: str) -> str:
+        path, dot, kind = name.rpartition(".")
+        return name if self.of_rows else f"{path}{dot}{_RENAMED.get(kind, kind)}"
 
     def targets(self, held: Held[Fp8Weights]) -> dict[str, Target]:
         cut = held.outputs, held.inputs

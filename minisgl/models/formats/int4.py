@@ -20,7 +20,7 @@ from minisgl.layers.formats import HeldExperts, num_rows
 from minisgl.models import packing
 from minisgl.models.config_reader import Fields, field_names
 from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader
-from minisgl.models.packing import PER_INT32, checked, covering
+from minisgl.models.packing import PER_INT32, covering, finite
 from minisgl.models.target import FLOATS, Store, Target, ignored, storing
 from minisgl.shards import Shard, whole
 
@@ -165,11 +165,13 @@ class CompressedInt4(Int4):
             "weight_scale": Target(
                 weights.scale,
                 (outputs, groups),
-                store=storing(lambda scale: spread(checked(scale).mT)),
+                store=storing(lambda scale: spread(finite(scale).mT)),
             ),
             "weight_zero_point": zero_point,
             "weight_shape": Target(
-                *(None, (whole(2),), ("I64",), check_shape), is_required=False, of_outputs=None
+                *(None, (whole(2),), ("I64", "I32"), check_shape),
+                is_required=False,
+                of_outputs=None,
             ),
             "weight_g_idx": ignored(_INTEGERS, self.order_of(inputs)),
         }
@@ -181,7 +183,7 @@ class _Transposed(Int4):
     def common(self, held: Held[Int4Weights]) -> dict[str, Target]:
         groups, spread = self.groups(held)
         cut = groups, held.outputs
-        store = storing(lambda scale: spread(checked(scale)))
+        store = storing(lambda scale: spread(finite(scale)))
         return {
             # Some exporters write one for every map; where the model has one, that takes its place.
             "bias": Target(

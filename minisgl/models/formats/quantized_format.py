@@ -88,6 +88,10 @@ class QuantizedFormat(Quantization):
         of those of a checkpoint; None: there is none."""
         return self
 
+    def named(self, name: str) -> str:
+        """The name that a tensor has in `targets`, where some exporters give it another one."""
+        return name
+
     def targets(self, held: Held[Any]) -> dict[str, Target]:
         """Where the checkpoint's tensors of a linear map go, by the last part of their names."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,13 @@ def load_tower(
     """Build the tower on `device`, and fill it from the files of a checkpoint. Blocks. Raises
     CheckpointError if a tensor is missing, or is another one than the tower has."""
     module, name_of = _skeleton(sight, dtype, device)
+    # What transformers leaves aside itself, such as layers that draft.
+    ignored: Any = module._keys_to_ignore_on_load_unexpected or ()
+
+    def is_left_out(name: str) -> bool:
+        is_of_text = name.startswith((*(f"{each}." for each in _TEXT), _HEAD))
+        return is_of_text or any(re.search(each, name) for each in ignored)
+
     to = Destinations(
         targets={
             name.removeprefix("."): target  # of the model itself
@@ -146,7 +154,7 @@ def load_tower(
         },
         stacks={},
         scheme=None,
-        is_left_out=lambda name: name.startswith((*(f"{each}." for each in _TEXT), _HEAD)),
+        is_left_out=is_left_out,
     )
     places = Places(to, Names(name_of, is_quantizable))
     if load_format == "dummy":

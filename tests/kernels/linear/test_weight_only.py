@@ -88,7 +88,10 @@ def test_values(kind: str, dtype: torch.dtype) -> None:
     assert (weight.n, weight.k) == (37, k)
 
 
-@pytest.mark.parametrize(("scale", "centred"), [(1e-20, True), (1000.0, True), (2048.0, False)])
+@pytest.mark.parametrize(
+    ("scale", "centred"),
+    [(1e-20, True), (1000.0, True), (-1000.0, True), (2048.0, False), (-2048.0, False)],
+)
 def test_symmetric_values_of_any_magnitude(scale: float, centred: bool) -> None:
     q = torch.arange(0, 16, device=DEVICE).repeat(3, 8)
     scales = torch.full((1, 3), scale, device=DEVICE).bfloat16()
