@@ -36,6 +36,7 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "fp8-tensor": Fp8(of_rows=False, activations=TOKEN),
     "fp8-static": STATIC,
     "modelopt": STATIC,
+    "modelopt-rows": Fp8(activations=TOKEN, flat=True),
     "fbgemm": Fp8(activations=TOKEN),
     "ct-fp8-channel": Fp8(activations=TOKEN),
     "ct-fp8-static": STATIC,
@@ -291,7 +292,7 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(config))
     assert read(tmp_path, None) == SCHEMES["modelopt"]
     rows = json.loads(json.dumps(config).replace('"FP8"', '"FP8_PER_CHANNEL_PER_TOKEN"', 1))
-    assert read(tmp_path, rows) == SCHEMES["fbgemm"]
+    assert read(tmp_path, rows) == SCHEMES["modelopt-rows"]
 
 
 # Of nvidia/DeepSeek-V3.1-NVFP4, into a file of its own; and as the parts of mixed ones are called.

@@ -151,6 +151,8 @@ PARTS = [
     ("dense", "ct-int8", 2),
     ("moe", "ct-int8", 4),
     ("dense", "fp8-static", 2),
+    ("dense", "modelopt-rows", 2),
+    ("moe", "modelopt-rows", 2),
     ("dense", "ct-int4", 4),
     ("dense", "ct-int4-zeros", 2),
     ("dense", "awq", 4),

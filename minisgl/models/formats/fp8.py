@@ -45,6 +45,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
     of_rows: bool = True
     activations: Activations = Activations.NONE
     scales_inputs: bool = False  # a checkpoint has the scale of a map's inputs
+    flat: bool = False  # a checkpoint has the scales of n rows as [n], not as [n, 1]
 
     @classmethod
     def readers(cls) -> dict[str, Reader]:
@@ -52,7 +53,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
             "fp8": _read_fp8,
             "fbgemm_fp8": _read_fbgemm,
             "modelopt FP8": lambda _: _STATIC,
-            "modelopt FP8_PER_CHANNEL_PER_TOKEN": lambda _: _BY_TOKEN,
+            "modelopt FP8_PER_CHANNEL_PER_TOKEN": lambda _: replace(_BY_TOKEN, flat=True),
             "compressed-tensors float-quantized": _read_compressed,
             "compressed-tensors naive-quantized": _read_compressed,
         }
@@ -124,6 +125,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
         scale, one = held.weights.scale, whole(1)
         store = storing(lambda stored: checked(stored).flatten().expand(scale.shape))
         cut = (held.outputs, one) if self.of_rows else (one,)
+        cut = (held.outputs,) if self.flat else cut
         return {"weight_scale": Target(scale, cut, store=store, scalar=not self.of_rows)}
 
 
