@@ -17,7 +17,7 @@ from support.paged import PagedModel
 from support.parity import FOLDER
 from support.quantized import FORMATS, Quantized, Tensors, edit_config, edit_tensors, quantize
 from support.ranks import Rank
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load as start
@@ -34,6 +34,8 @@ from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
+from minisgl.models.adopted.model import AdoptedModel
+from minisgl.models.adopted.swap import PACKED
 from minisgl.models.formats import fp8
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
@@ -51,7 +53,9 @@ MOE = Spec(
 MOE_256 = Spec(
     "moe-256", "Qwen3MoeForCausalLM", num_layers=1, extra={**EXPERTS, "moe_intermediate_size": 256}
 )
-SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256)}
+# With transformers' code: a map has gates and ups, one after the other.
+PHI3 = Spec("phi3", "Phi3ForCausalLM", hidden_size=256, num_layers=1, extra={"pad_token_id": None})
+SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256, PHI3)}
 
 
 @cache
@@ -103,7 +107,7 @@ def test_stages_hold_together_the_quantised_weights_of_one_rank(spec: str, forma
     assert names == [name for name, _ in alone.layers.named_parameters()]
 
 
-def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
+def matrices(model: nn.Module) -> dict[str, tuple[Tensor, Shard, Shard]]:
     """Each linear map dequantised, and the part of the outputs and inputs that the rank holds."""
     found: dict[str, tuple[Tensor, Shard, Shard]] = {}
     for path, module in model.named_modules():
@@ -168,6 +172,19 @@ PARTS = [
 @pytest.mark.parametrize(("spec", "format", "size"), PARTS)
 def test_each_rank_has_its_part_of_the_checkpoint(spec: str, format: str, size: int) -> None:
     assert wrong_parts(case_of(spec, format), size) == []
+
+
+@pytest.mark.parametrize("format", ["ct-fp8-channel", "fp8-block", "awq"])
+def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
+    case, name = case_of("phi3", format), "layers.0.mlp.gate_up_proj"
+    gate, up = case.packed[name].weight.chunk(2)
+    for rank in range(2):
+        model: object = load(case.folder, rank, 2)
+        assert isinstance(model, AdoptedModel)
+        found = {path.removeprefix("model."): w for path, (w, *_) in matrices(model.module).items()}
+        assert {path.partition(PACKED)[0] for path in found} == case.packed.keys()
+        assert torch.equal(found[f"{name}{PACKED}0"], gate.chunk(2)[rank])
+        assert torch.equal(found[f"{name}{PACKED}1"], up.chunk(2)[rank])
 
 
 def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
