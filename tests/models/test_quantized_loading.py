@@ -230,6 +230,29 @@ def test_layers_that_published_lists_leave_out(format: str, tmp_path: Path) -> N
     assert all(".experts." in name for name in found)
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_powers_of_two_may_be_stored_as_exponents(
+    rank: int, size: int, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("odd", "fp8-block")
+
+    def to_powers(tensors: Tensors, dtype: torch.dtype) -> None:
+        for name, scale in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                tensors[name] = scale.float().log2().round().exp2().to(dtype)
+
+    edit_tensors(folder, lambda tensors: to_powers(tensors, torch.float32))
+    wanted = matrices(load(folder, rank, size))
+    edit_tensors(folder, lambda tensors: to_powers(tensors, torch.float8_e8m0fnu))
+    found = matrices(load(folder, rank, size))
+    assert len(wanted) == 7 and found.keys() == wanted.keys()
+    for name, (w, *_) in found.items():
+        assert torch.equal(w, wanted[name][0]), name
+    edit_tensors(folder, lambda tensors: tensors[SCALE].view(torch.uint8).fill_(255))
+    with pytest.raises(CheckpointError, match=f"{SCALE} holds scales that are not finite"):
+        load(folder, rank, size)
+
+
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):

@@ -155,7 +155,9 @@ class Fp8Blocks(Fp8):
         assert weights.block is not None
         spread = partial(packing.block_scales, cut=cut, stored=self.stored, block=weights.block)
         read = tuple(map(covering, cut, self.stored))
-        return {self.scale_name: Target(weights.scale, read, store=storing(spread))}
+        # Exponents where a checkpoint stores powers of two in a byte; torch knows few ops of these.
+        store = storing(lambda scale: spread(scale.float()))
+        return {self.scale_name: Target(weights.scale, read, (*FLOATS, "F8_E8M0"), store)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
