@@ -95,6 +95,7 @@ CASES = [
     ("mistral", "fp8-static"),
     ("moe", "fp8-static"),
     ("llama", "modelopt"),
+    ("moe", "modelopt-rows"),
     ("llama", "fbgemm"),
     ("qwen2", "ct-fp8-channel"),
     ("moe", "ct-fp8-channel"),
