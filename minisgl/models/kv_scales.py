@@ -52,6 +52,8 @@ def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
     found: dict[tuple[int, str], tuple[float, str]] = {}  # (layer, k or v): scale, tensor
     for file in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
         for name, layer, kinds, scale in _scales_in(file):
+            if layer in range(config.num_layers, config.num_layers + config.num_drafting_layers):
+                continue
             if layer >= config.num_layers:
                 raise CheckpointError(
                     f"{file}: {name} is of a layer that the model does not have; it has "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +39,7 @@ from support.draft_networks import (
     save_head,
 )
 from support.native_models import leave_inputs
-from support.quantized import FORMATS, load_plain, quantize
+from support.quantized import FORMATS, edit_tensors, load_plain, quantize
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -61,6 +63,7 @@ from minisgl.kernels.rows import Rows
 from minisgl.kernels.segments import Segments
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import Taps
+from minisgl.models.formats.fp8 import Fp8
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -259,6 +262,21 @@ def test_a_quantized_layer_drafts_as_its_dequantized_weights(format: str, tmp_pa
     (layer,) = network.layers
     assert not isinstance(layer.mlp.experts.product, DenseExperts)
     assert isinstance(layer.self_attn.kv_b_proj.product, DenseProduct)
+
+
+def test_scales_of_the_kv_cache_speak_for_no_quantized_layer(tmp_path: Path) -> None:
+    """As in a quantised checkpoint whose layers for drafts are not."""
+    _, folder = mtp_of(HYBRIDS[0])
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    attention = "mtp.layers.0.self_attn"
+    scales = {f"{attention}.{kind}_proj.{kind}_scale": torch.tensor(0.5) for kind in "kv"}
+    edit_tensors(tmp_path, lambda tensors: tensors.update(scales))
+    config = read_model_config(tmp_path)
+    model = load_model(config, tmp_path, **options())
+    assert isinstance(model, CausalLM)
+    read = replace(read_mtp(tmp_path, config), quantization=Fp8())
+    network: Any = network_of(read, model)
+    assert isinstance(network.layers[0].self_attn.qkv_proj.product, DenseProduct)
 
 
 def check_mtp(mtp: Mtp, folder: Path) -> DraftNetwork:

@@ -46,6 +46,10 @@ SPECS = {
     "llama": Spec("llama", "LlamaForCausalLM", **SIZES),
     "mistral": Spec("mistral", "MistralForCausalLM", extra={"sliding_window": None}, **SIZES),
     "qwen2": Spec("qwen2", "Qwen2ForCausalLM", **SIZES),
+    # Gates and ups are one map.
+    "phi3": Spec(
+        "phi3", "Phi3ForCausalLM", hidden_size=256, num_layers=2, extra={"pad_token_id": None}
+    ),
     "moe": Spec(
         "moe",
         "Qwen3MoeForCausalLM",
@@ -95,6 +99,7 @@ CASES = [
     ("mistral", "fp8-static"),
     ("moe", "fp8-static"),
     ("llama", "modelopt"),
+    ("moe", "modelopt-rows"),
     ("llama", "fbgemm"),
     ("qwen2", "ct-fp8-channel"),
     ("moe", "ct-fp8-channel"),
@@ -267,6 +272,7 @@ def test_greedy_tokens_of_int8_are_those_of_rounded_inputs(
         ("llama", "awq", 1),
         ("moe", "ct-int4-zeros-32", 1),
         ("odd", "ct-fp8-weights", 2),
+        ("phi3", "awq", 2),
         ("moe", "nvfp4-modelopt", 1),
     ],
 )

@@ -155,6 +155,18 @@ def test_scales_that_contradict_each_other_or_have_no_layer(folder: Path) -> Non
         load_engine(folder)
 
 
+def test_scales_of_layers_that_draft_are_left_aside(tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named("glm-flash"), tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    names = [ATTN.format(layer) + f"{kind}_scale" for layer in range(4) for kind in "kv"]
+    add_tensors(folder, {name: torch.tensor(0.5) for name in names})
+    assert scales_of(folder) == (KVScales(0.5, 0.5),) * 3
+    add_tensors(folder, {ATTN.format(4) + "k_scale": torch.tensor(0.5)}, "others")
+    with pytest.raises(CheckpointError, match=r"layers\.4\..* it has 3"):
+        scales_of(folder)
+
+
 @pytest.mark.parametrize(
     ("scheme", "said"),
     [

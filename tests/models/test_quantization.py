@@ -36,6 +36,7 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "fp8-tensor": Fp8(of_rows=False, activations=TOKEN),
     "fp8-static": STATIC,
     "modelopt": STATIC,
+    "modelopt-rows": Fp8(activations=TOKEN, flat=True),
     "fbgemm": Fp8(activations=TOKEN),
     "ct-fp8-channel": Fp8(activations=TOKEN),
     "ct-fp8-static": STATIC,
@@ -50,6 +51,12 @@ SCHEMES: dict[str, QuantizedFormat] = {
     "nvfp4-modelopt": ModelOptNvfp4(),
 }
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+# Of Qwen3.5's -GPTQ-Int4.
+LEFT_ALONE: dict[str, Any] = {
+    "lm_head": {},
+    "model.language_model.embed_tokens": {},
+    **{f"-:.*{name}.*": {} for name in ("attn", "shared_expert", "mtp", "visual")},
+}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
 INT8 = FORMATS["ct-int8"].config
@@ -98,6 +105,9 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         ({**GPTQ, "damp_percent": 0.01, "true_sequential": True, "static_groups": False}, "gptq"),
         ({**GPTQ, "meta": {"quantizer": ["gptqmodel:1.1.0"]}, "dynamic": None}, "gptq"),
         ({**GPTQ, "method": "gptq", "format": "gptq", "pack_impl": "cpu"}, "gptq"),
+        ({**GPTQ, "dynamic": LEFT_ALONE}, "gptq"),
+        ({**GPTQ, "dynamic": {"-:.*mtp.*": {"bits": 16}}}, "gptq"),
+        ({**AWQ, "dynamic": LEFT_ALONE}, "awq"),
         (
             {**AWQ, "checkpoint_format": "gemm", "format": "gemm", "method": "awq", "sym": False}
             | {"desc_act": False, "lm_head": False, "pack_dtype": "int32", "pack_impl": "cpu"}
@@ -180,11 +190,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "zero_point": False}, "zero_point False"),
     ({**AWQ, "version": "gemv"}, "version 'gemv'.*gemm"),
     ({**AWQ, "group_size": -1}, "group_size -1.*32, 64 or 128"),
-    ({**AWQ, "dynamic": {"-:.*mlp": {}}}, "dynamic .*all quantised alike"),
+    ({**AWQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic .*all quantised alike"),
     ({**AWQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
     ({**AWQ, "checkpoint_format": "gemv"}, "checkpoint_format 'gemv'.*gemm"),
     ({**GPTQ, "desc_act": True}, "desc_act True.*without it, or as AWQ"),
-    ({**GPTQ, "dynamic": {"-:.*mlp": {}}}, "dynamic .*all quantised alike"),
+    ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic .*all quantised alike"),
+    ({**GPTQ, "dynamic": {**LEFT_ALONE, ".*up.*": {"bits": 8}}}, "dynamic .*quantised alike"),
     ({**GPTQ, "sym": False}, "sym False.*symmetric checkpoint.*AWQ"),
     ({**GPTQ, "bits": 3}, "bits 3.*4"),
     ({**GPTQ, "bits": 2}, "bits 2.*4"),
@@ -281,7 +292,7 @@ def test_modelopt_is_known_by_what_it_writes(config: dict[str, Any], tmp_path: P
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(config))
     assert read(tmp_path, None) == SCHEMES["modelopt"]
     rows = json.loads(json.dumps(config).replace('"FP8"', '"FP8_PER_CHANNEL_PER_TOKEN"', 1))
-    assert read(tmp_path, rows) == SCHEMES["fbgemm"]
+    assert read(tmp_path, rows) == SCHEMES["modelopt-rows"]
 
 
 # Of nvidia/DeepSeek-V3.1-NVFP4, into a file of its own; and as the parts of mixed ones are called.

@@ -29,7 +29,7 @@ from support.quantized import (
     quantize,
 )
 from support.ranks import Rank
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load as start
@@ -46,6 +46,8 @@ from minisgl.kernels.moe.quantized_experts import Fp8Experts, Int4Experts, Nvfp4
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
+from minisgl.models.adopted.model import AdoptedModel
+from minisgl.models.adopted.swap import PACKED
 from minisgl.models.formats import fp8
 from minisgl.models.loader import load_model, names_in
 from minisgl.models.registry import read_model_config
@@ -63,7 +65,9 @@ MOE = Spec(
 MOE_256 = Spec(
     "moe-256", "Qwen3MoeForCausalLM", num_layers=1, extra={**EXPERTS, "moe_intermediate_size": 256}
 )
-SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256)}
+# With transformers' code: a map has gates and ups, one after the other.
+PHI3 = Spec("phi3", "Phi3ForCausalLM", hidden_size=256, num_layers=1, extra={"pad_token_id": None})
+SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256, PHI3)}
 
 
 @cache
@@ -115,7 +119,7 @@ def test_stages_hold_together_the_quantised_weights_of_one_rank(spec: str, forma
     assert names == [name for name, _ in alone.layers.named_parameters()]
 
 
-def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
+def matrices(model: nn.Module) -> dict[str, tuple[Tensor, Shard, Shard]]:
     """Each linear map dequantised, and the part of the outputs and inputs that the rank holds."""
     found: dict[str, tuple[Tensor, Shard, Shard]] = {}
     for path, module in model.named_modules():
@@ -163,6 +167,8 @@ PARTS = [
     ("dense", "ct-int8", 2),
     ("moe", "ct-int8", 4),
     ("dense", "fp8-static", 2),
+    ("dense", "modelopt-rows", 2),
+    ("moe", "modelopt-rows", 2),
     ("dense", "ct-int4", 4),
     ("dense", "ct-int4-zeros", 2),
     ("dense", "awq", 4),
@@ -178,6 +184,19 @@ PARTS = [
 @pytest.mark.parametrize(("spec", "format", "size"), PARTS)
 def test_each_rank_has_its_part_of_the_checkpoint(spec: str, format: str, size: int) -> None:
     assert wrong_parts(case_of(spec, format), size) == []
+
+
+@pytest.mark.parametrize("format", ["ct-fp8-channel", "fp8-block", "awq"])
+def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
+    case, name = case_of("phi3", format), "layers.0.mlp.gate_up_proj"
+    gate, up = case.packed[name].weight.chunk(2)
+    for rank in range(2):
+        model: object = load(case.folder, rank, 2)
+        assert isinstance(model, AdoptedModel)
+        found = {path.removeprefix("model."): w for path, (w, *_) in matrices(model.module).items()}
+        assert {path.partition(PACKED)[0] for path in found} == case.packed.keys()
+        assert torch.equal(found[f"{name}{PACKED}0"], gate.chunk(2)[rank])
+        assert torch.equal(found[f"{name}{PACKED}1"], up.chunk(2)[rank])
 
 
 def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +240,29 @@ def test_layers_that_published_lists_leave_out(format: str, tmp_path: Path) -> N
     found = matrices(load(case.folder))
     assert found.keys() == case.packed.keys()
     assert all(".experts." in name for name in found)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_powers_of_two_may_be_stored_as_exponents(
+    rank: int, size: int, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("odd", "fp8-block")
+
+    def to_powers(tensors: Tensors, dtype: torch.dtype) -> None:
+        for name, scale in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                tensors[name] = scale.float().log2().round().exp2().to(dtype)
+
+    edit_tensors(folder, lambda tensors: to_powers(tensors, torch.float32))
+    wanted = matrices(load(folder, rank, size))
+    edit_tensors(folder, lambda tensors: to_powers(tensors, torch.float8_e8m0fnu))
+    found = matrices(load(folder, rank, size))
+    assert len(wanted) == 7 and found.keys() == wanted.keys()
+    for name, (w, *_) in found.items():
+        assert torch.equal(w, wanted[name][0]), name
+    edit_tensors(folder, lambda tensors: tensors[SCALE].view(torch.uint8).fill_(255))
+    with pytest.raises(CheckpointError, match=f"{SCALE} holds scales that are not finite"):
+        load(folder, rank, size)
 
 
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:

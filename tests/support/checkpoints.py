@@ -30,6 +30,7 @@ MODEL_TYPES = {
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3ForCausalLM": "qwen3",

@@ -90,10 +90,11 @@ def pack_as_transformers(w: Tensor, *, static: bool) -> Packed:
     return Packed(tensors, packed.weight)
 
 
-def pack_fp8_rows(w: Tensor) -> Packed:
+def pack_fp8_rows(w: Tensor, *, flat: bool = False) -> Packed:
     scale = w.abs().amax(1, keepdim=True) / 448
     q = (w / scale).clamp(-448, 448).to(E4M3)
-    return Packed({"weight": q, "weight_scale": scale}, q.float() * scale)
+    stored = scale.squeeze(1) if flat else scale
+    return Packed({"weight": q, "weight_scale": stored}, q.float() * scale)
 
 
 # -- INT8 -----------------------------------------------------------------------------------------
@@ -303,6 +304,15 @@ FORMATS: dict[str, Format] = {
         {"quant_algo": "FP8", "producer": {"name": "modelopt"}, "exclude_modules": ["lm_head"]},
         lambda w: pack_fp8_tensor(w, static=True),
         "static",
+    ),
+    "modelopt-rows": Format(
+        {
+            "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+            "producer": {"name": "modelopt"},
+            "exclude_modules": ["lm_head"],
+        },
+        partial(pack_fp8_rows, flat=True),
+        "token",
     ),
     "fbgemm": Format(
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},

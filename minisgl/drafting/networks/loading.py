@@ -24,6 +24,7 @@ from minisgl.models.dummy import fill_randomly
 from minisgl.models.filling import fill_from_files
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.hub import locate_model, safetensors_files
+from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.loader import (
     DUMMY_SEED,
     load_model,
@@ -209,7 +210,8 @@ def load_network(
             f"checkpoint with them, or another --speculative, such as {NGRAM}."
         )
     scheme = config.quantization
-    if files and not any(sign in name for name in stored for sign in _SIGNS):
+    of_weights = [name for name in stored if not is_kv_scale(name)]
+    if files and not any(sign in name for name in of_weights for sign in _SIGNS):
         scheme = None  # as exporters leave the layers for drafts
     format = weight_format(scheme, folder, files, dtype, device, names)
     network: Mtp | Eagle3

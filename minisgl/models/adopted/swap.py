@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -219,8 +219,11 @@ class Swap:
         setattr(self.model.get_submodule(parent), last, module)
 
     def _format_of(self, name: str) -> WeightFormat:
-        """The format of a module, by its name in a checkpoint without 'model.'."""
-        return self.format.within(name.removeprefix(f"{self.model.base_model_prefix}."))
+        """The format of a module, by its name in a checkpoint without 'model.'. A part of a map is
+        quantised if the map is."""
+        format, is_quantized = self.format, self.format.is_quantized
+        format = replace(format, is_quantized=lambda part: is_quantized(part.partition(PACKED)[0]))
+        return format.within(name.removeprefix(f"{self.model.base_model_prefix}."))
 
 
 _OF_KV_HEADS = ("k_proj", "v_proj")

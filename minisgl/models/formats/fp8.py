@@ -47,6 +47,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
     of_rows: bool = True
     activations: Activations = Activations.NONE
     scales_inputs: bool = False  # a checkpoint has the scale of a map's inputs
+    flat: bool = False  # a checkpoint has the scales of n rows as [n], not as [n, 1]
 
     @classmethod
     def readers(cls) -> dict[str, Reader]:
@@ -54,7 +55,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
             "fp8": _read_fp8,
             "fbgemm_fp8": _read_fbgemm,
             "modelopt FP8": lambda _: _STATIC,
-            "modelopt FP8_PER_CHANNEL_PER_TOKEN": lambda _: _BY_TOKEN,
+            "modelopt FP8_PER_CHANNEL_PER_TOKEN": lambda _: replace(_BY_TOKEN, flat=True),
             "compressed-tensors float-quantized": _read_compressed,
             "compressed-tensors naive-quantized": _read_compressed,
         }
@@ -130,6 +131,7 @@ class Fp8(MatrixFormat[Fp8Weights]):
         scale, one = held.weights.scale, whole(1)
         store = storing(lambda stored: checked(stored).flatten().expand(scale.shape))
         cut = (held.outputs, one) if self.of_rows else (one,)
+        cut = (held.outputs,) if self.flat else cut
         return {"weight_scale": Target(scale, cut, store=store, scalar=not self.of_rows)}
 
 
@@ -159,7 +161,9 @@ class Fp8Blocks(Fp8):
         assert weights.block is not None
         spread = partial(packing.block_scales, cut=cut, stored=self.stored, block=weights.block)
         read = tuple(map(covering, cut, self.stored))
-        return {self.scale_name: Target(weights.scale, read, store=storing(spread))}
+        # Exponents where a checkpoint stores powers of two in a byte; torch knows few ops of these.
+        store = storing(lambda scale: spread(scale.float()))
+        return {self.scale_name: Target(weights.scale, read, (*FLOATS, "F8_E8M0"), store)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
