@@ -79,6 +79,13 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
 
 
 GROUP = {"group_name": "policy"}
+PLACE: dict[str, Any] = {
+    "master_address": "127.0.0.1",
+    "master_port": 9,
+    "backend": "gloo",
+    "rank_offset": 1,
+    "world_size": 2,
+}
 
 
 def told_of(folder: Path) -> dict[str, Any]:
@@ -97,8 +104,7 @@ def told_of(folder: Path) -> dict[str, Any]:
 def joined(client: httpx.Client, trained: Path, **options: Any) -> Iterator[None]:
     """A trainer that sends what is in a folder, in a group with the server."""
     with free_port() as port:
-        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo", **GROUP}
-        place |= {"rank_offset": 1, "world_size": 2}
+        place = PLACE | GROUP | {"master_port": port}
         with start_trainer(GroupAddress(**place), trained, **options):
             client.post("/init_weights_update_group", json=place).raise_for_status()
             yield
@@ -147,16 +153,17 @@ def test_a_server_whose_trainer_was_killed_says_so_until_a_whole_update(
         ),
         ("/pause_generation", {"mode": "forever"}, "mode: allowed: keep"),
         ("/update_weights_from_disk", {}, "model_path"),
-        (
-            "/init_weights_update_group",
-            {
-                "master_address": "127.0.0.1",
-                "master_port": 9,
-                "rank_offset": 1,
-                "world_size": 2,
-                "backend": "mpi",
-            },
-            "gloo and nccl",
+        ("/init_weights_update_group", PLACE | {"backend": "mpi"}, "gloo and nccl"),
+        *(
+            ("/init_weights_update_group", PLACE | wrong, f'"message":"{said}')
+            for wrong, said in [
+                ({"master_port": 70000}, "master_port: allowed: 1 to 65535."),
+                ({"master_port": -1}, "master_port: "),
+                ({"world_size": 1}, "world_size: allowed: 2 to "),
+                ({"world_size": 1 << 40}, "world_size: "),
+                ({"rank_offset": 0}, "rank_offset: "),
+                ({"rank_offset": 2}, "rank_offset: allowed: 1 to 1."),
+            ]
         ),
     ],
 )

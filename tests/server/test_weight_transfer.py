@@ -194,6 +194,18 @@ def test_weights_are_read_by_their_names(client: httpx.Client) -> None:
             "has the shape",
         ),
         ("/init_weight_transfer_engine", {}, "init_info"),
+        (
+            "/init_weight_transfer_engine",
+            {
+                "init_info": {
+                    "master_address": "127.0.0.1",
+                    "master_port": 70000,
+                    "rank_offset": 1,
+                    "world_size": 2,
+                }
+            },
+            "init_info.master_port: allowed: 1 to 65535",
+        ),
     ],
 )
 def test_what_is_wrong_is_a_400(

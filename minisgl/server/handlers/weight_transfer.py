@@ -97,7 +97,11 @@ async def init_transfer(service: Service, asked: Asked[InitTransfer]) -> Respons
                 "pickles and is not supported; allowed: nccl or gloo, of a group of "
                 "torch.distributed.",
             )
-    return await joined(asked.engine, place, group_name=_GROUP, backend=backend)
+    try:
+        return await joined(asked.engine, place, group_name=_GROUP, backend=backend)
+    except InvalidRequestError as error:
+        error.param = f"init_info.{error.param}"
+        raise
 
 
 async def start_update(service: Service, request: Request) -> Response:
