@@ -107,6 +107,12 @@ class Weights:
         return self._versions.version
 
     @property
+    def kv_of(self) -> bytes:
+        """What tells the weights, and the KV that they compute, from others, also of this version;
+        empty: those that were loaded at the start."""
+        return self._versions.kv_of
+
+    @property
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 

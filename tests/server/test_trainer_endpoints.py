@@ -59,10 +59,14 @@ def client(serving: Served[AsyncEngine]) -> Iterator[httpx.Client]:
         serving.on_loop(serving.engine.audit)
 
 
-def tokens_of(client: httpx.Client) -> list[int]:
+def completion(client: httpx.Client) -> Any:
     body = {"prompt": [*range(300, 320)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
-    return list(answer.raise_for_status().json()["choices"][0]["token_ids"])
+    return answer.raise_for_status().json()
+
+
+def tokens_of(client: httpx.Client) -> list[int]:
+    return list(completion(client)["choices"][0]["token_ids"])
 
 
 def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None:
@@ -76,6 +80,15 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
     assert refused.status_code == 400 and "none" in error_of(refused)["message"]
     client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)})
     assert tokens_of(client) == before
+
+
+def test_the_fingerprint_tells_weights_apart(client: httpx.Client, trained: Path) -> None:
+    found = [completion(client)["system_fingerprint"] for _ in range(2)]
+    for folder in (trained, DEMO_FOLDER):
+        body = {"model_path": str(folder), "weight_version": "same"}
+        client.post("/update_weights_from_disk", json=body).raise_for_status()
+        found.append(completion(client)["system_fingerprint"])
+    assert found[0] == found[1] and len({*found}) == 3
 
 
 GROUP = {"group_name": "policy"}
