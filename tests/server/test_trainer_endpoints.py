@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
     assert refused.status_code == 400 and "none" in error_of(refused)["message"]
     client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)})
     assert tokens_of(client) == before
+
+
+def test_answers_name_the_versions_of_the_weights(client: httpx.Client, trained: Path) -> None:
+    path = "/update_weights_from_disk"
+    for version in ("8", "9"):
+        body = {"model_path": str(trained), "weight_version": version}
+        client.post(path, json=body).raise_for_status()
+        assert client.get("/server_info").json()["weight_version"] == version
+        assert completion(client)["choices"][0]["weight_versions"] == [[0, version]]
+        for path_of, asked in [
+            ("/v1/completions", {"prompt": [300]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]}),
+        ]:
+            whole = client.post(path_of, json={**asked, "max_tokens": 2}).json()
+            streamed = client.post(path_of, json={**asked, "max_tokens": 2, "stream": True})
+            lines = [line[6:] for line in streamed.text.split("\n") if line.startswith("data: {")]
+            choices = [json.loads(line)["choices"][0] for line in lines]
+            for last in (whole["choices"][0], choices[-1]):
+                assert last["finish_reason"] and last["weight_versions"] == [[0, version]]
+            assert not any("weight_versions" in each for each in choices[:-1])
+    for wrong in ("", "9" * 257):
+        refused = client.post(path, json={"model_path": str(trained), "weight_version": wrong})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "weight_version"
+    assert client.get("/server_info").json()["weight_version"] == "9"
 
 
 def test_the_fingerprint_tells_weights_apart(client: httpx.Client, trained: Path) -> None:

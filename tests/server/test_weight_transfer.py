@@ -67,7 +67,10 @@ def asked(answer: httpx.Response) -> Any:
 
 def logprobs_of(client: httpx.Client) -> list[Any]:
     body = {"prompt": [*range(300, 320)], "max_tokens": 8, "temperature": 0, "logprobs": 0}
-    return list(asked(client.post("/v1/completions", json=body))["choices"])
+    choices: list[Any] = asked(client.post("/v1/completions", json=body))["choices"]
+    for choice in choices:
+        choice.pop("weight_versions", None)  # which an engine that was loaded with them has not
+    return choices
 
 
 @pytest.fixture(scope="module")
