@@ -208,7 +208,11 @@ class DownloadError(MinisglError):
 
 
 class DeviceMemoryError(MinisglError):
-    """The device has too little memory for what the options ask for."""
+    """The device has too little memory for what the options, or a trainer, ask for."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "out_of_memory"
 
 
 class StepError(MinisglError):

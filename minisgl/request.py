@@ -579,4 +579,6 @@ class OutputDelta:
     # In all: guesses of output tokens that were verified, and those that became output tokens.
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    routed_experts: bytes = b""  # only of the last delta: as of RequestOutput, in C order
+    # Only of the last delta: as of RequestOutput, the experts in C order.
+    routed_experts: bytes = b""
+    weight_versions: Sequence[tuple[int, str]] = ()

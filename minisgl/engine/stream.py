@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from minisgl.events import Event, joined
 from minisgl.parts.experts.host import experts_of
 from minisgl.parts.scores.host import scores_of
+from minisgl.parts.weights.host import versions_of
 from minisgl.request import FinishReason, OutputDelta, Request
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
@@ -112,4 +113,5 @@ class OutputStream:
             num_drafted_tokens=request.num_drafted_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
             routed_experts=b"" if experts is None else experts.tobytes(),
+            weight_versions=versions_of(request) if request.finished else (),
         )

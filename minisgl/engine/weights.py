@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_VERSION_CHARS = 256
+MAX_GROUP_RANKS = 1 << 16
 
 # What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
 # anew, or end with an error.
@@ -91,7 +92,7 @@ class Weights:
         """refuse: from now on refuses new requests with the error, if there is one. check_open:
         raises EngineStoppedError, or what `refuse` was told."""
         self._taker = loaded.weights
-        self._num_nodes = loaded.config.nnodes
+        self._num_nodes, self._num_ranks = loaded.config.nnodes, loaded.config.num_ranks
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
@@ -104,6 +105,12 @@ class Weights:
     def version(self) -> str:
         """Of the weights; empty: those that were loaded at the start."""
         return self._versions.version
+
+    @property
+    def kv_of(self) -> bytes:
+        """What tells the weights, and the KV that they compute, from others, also of this version;
+        empty: those that were loaded at the start."""
+        return self._versions.kv_of
 
     @property
     def is_asleep(self) -> bool:
@@ -213,9 +220,18 @@ class Weights:
     # -- groups ------------------------------------------------------------------------------------
 
     async def join_group(self, address: GroupAddress) -> None:
-        """Have all ranks join the group of a trainer. Raises CheckpointError if that cannot be."""
+        """Have all ranks join the group of a trainer. Raises InvalidRequestError for a place that
+        is none, and CheckpointError if they cannot join."""
         if address.backend not in GROUP_BACKENDS:
             raise InvalidRequestError("backend", f"allowed: {' and '.join(GROUP_BACKENDS)}.")
+        # The trainer is rank 0.
+        for name, least, most in (
+            ("master_port", 1, (1 << 16) - 1),
+            ("world_size", 1 + self._num_ranks, MAX_GROUP_RANKS),
+            ("rank_offset", 1, address.world_size - self._num_ranks),
+        ):
+            if not least <= getattr(address, name) <= most:
+                raise InvalidRequestError(name, f"allowed: {least} to {most}.")
         await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
 
     async def leave_group(self, name: str) -> None:

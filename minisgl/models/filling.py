@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.errors import CheckpointError
 from minisgl.models.formats import QuantizedFormat
 from minisgl.models.kv_scales import is_kv_scale
+from minisgl.models.target import Target
 from minisgl.models.targets import Destinations, Names
 from minisgl.shards import Shard
 
@@ -90,30 +91,22 @@ class Filling:
         if name is None:
             return
         if to.tied_head is not None and name == to.tied_head.name:
+            self._check(what, full_name, stored, to.tied_head.target)
             if self._reads:
                 self._tied_head = part_of(stored, to.tied_head.target.cut)
             return
         # Old checkpoints have the frequencies, which are computed from the config.
         if name.endswith("rotary_emb.inv_freq") or is_kv_scale(name):
             return
-        dtype, shape = stored.get_dtype(), stored.get_shape()
         stack = to.stack(name)
         if stack is None:
             if not to.is_left_out(name):
-                self._unexpected.append(f"{full_name} ({dtype})")
+                self._unexpected.append(f"{full_name} ({stored.get_dtype()})")
             return
-        if dtype not in (dtypes := stack.targets[0].dtypes):
-            raise CheckpointError(
-                f"{what}: {full_name} has the dtype {dtype}; expected {' or '.join(dtypes)}."
-            )
         if not self.filled.isdisjoint(stack.stands_for):
             raise CheckpointError(f"{what}: {full_name} is there twice.")
         for target in stack.targets:
-            if not target.any_shape and shape not in target.shapes:
-                raise CheckpointError(
-                    f"{what}: {full_name} has the shape {shape}; "
-                    f"the config asks for {target.shapes[0]}{_of_scheme(to.scheme, name)}."
-                )
+            self._check(what, full_name, stored, target)
             if self._reads:
                 try:
                     target.fill(stored[...] if target.any_shape else part_of(stored, target.cut))
@@ -121,6 +114,18 @@ class Filling:
                     raise CheckpointError(f"{what}: {full_name} {error}.") from error
             self.done_bytes += target.num_bytes
         self.filled.update(stack.stands_for)
+
+    def _check(self, what: Path | str, full_name: str, stored: Stored, target: Target) -> None:
+        dtype, shape = stored.get_dtype(), stored.get_shape()
+        if dtype not in target.dtypes:
+            raise CheckpointError(
+                f"{what}: {full_name} has the dtype {dtype}; expected {' or '.join(target.dtypes)}."
+            )
+        if not target.any_shape and shape not in target.shapes:
+            raise CheckpointError(
+                f"{what}: {full_name} has the shape {shape}; "
+                f"the config asks for {target.shapes[0]}{_of_scheme(self._to.scheme, full_name)}."
+            )
 
     def end(self, what: Path | str, *, partial: bool = False) -> None:
         """Raise CheckpointError for tensors that the model does not take, and for those that it

@@ -37,7 +37,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.distributed.addresses import GroupAddress, Listening
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
-from minisgl.errors import CheckpointError, ConfigError
+from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.moves import Done, Move
 from minisgl.lora.files import AdapterError, AdapterFacts, AdapterReader
@@ -49,11 +49,12 @@ from minisgl.ranks.nodes.agreement import facts_of
 from minisgl.ranks.nodes.gathering import gather_nodes
 from minisgl.ranks.nodes.main_node import NodesChannel, NodesLauncher
 from minisgl.ranks.processes.all_encoded import AllEncoded
-from minisgl.ranks.processes.channel import Channel
+from minisgl.ranks.processes.channel import Answered, Channel
 from minisgl.ranks.processes.fewest_pages import FewestPages
 from minisgl.ranks.processes.launcher import Launcher, spawn_obstacle
 from minisgl.ranks.processes.mask_ring import MaskRing, StepMasks
 from minisgl.ranks.processes.plan_codec import MOVE, SAMPLE, PlanEncoder, packed
+from minisgl.ranks.processes.rank_watch import error_of
 from minisgl.ranks.processes.remote_ranks import RemoteRanks
 from minisgl.ranks.processes.rendezvous import FileRendezvous
 from minisgl.ranks.processes.worker import RankSpec, join_and_load
@@ -236,11 +237,11 @@ class RankWeights:
             others.result()
 
     def _call(self, method: str, *arguments: object) -> list[object]:
-        def refusal(rank: int, obstacle: str) -> CheckpointError:
-            return CheckpointError(f"Rank {rank}: {obstacle}")
+        def refusal(answer: Answered, obstacle: str) -> MinisglError:
+            return error_of(answer.kind, CheckpointError)(f"Rank {answer.rank}: {obstacle}")
 
         found = self._others.call(method, *arguments)
-        return [each.value(object, partial(refusal, each.rank)) for each in found]
+        return [each.value(object, partial(refusal, each)) for each in found]
 
 
 def _free_bytes(folder: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minisgl.router.config import DECODE, PREFILL
-from minisgl.router.exchange import EngineLostError, HTTPRequest
+from minisgl.router.exchange import EngineLostError, HTTPRequest, code_of
 from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.router.upstream import Upstream
 from minisgl.server.engine_state import NotReadyError
@@ -25,6 +25,7 @@ DONE, FAILED = "done", "failed"
 # Codes of a replica that waits for a trainer.
 WITHOUT_WEIGHTS = ("asleep", "weights_incomplete")
 MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
+PROBE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,19 @@ async def answer_of(peer: Peer, asked: HTTPRequest, limit_s: float) -> tuple[int
         async with asyncio.timeout(limit_s):
             return await peer.whole(asked.encoded())
     return 503, b""
+
+
+async def probe(peer: Peer) -> tuple[bool | None, str]:
+    """Whether a replica takes requests, None if it does not answer; and why it waits for a trainer,
+    if it does."""
+    try:
+        async with asyncio.timeout(PROBE_S):
+            status, body = await peer.get("/ready")
+            code = "" if status == 200 else code_of(body)
+            is_ready = status == 200 or code == "queue_full"
+            return is_ready, str(code) if code in WITHOUT_WEIGHTS else ""
+    except (EngineLostError, TimeoutError):
+        return None, ""
 
 
 @dataclass(slots=True, eq=False)

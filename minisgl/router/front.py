@@ -124,12 +124,12 @@ class OwnFront:
         self._told_paths = [path + TOLD for path in spec.router_paths]
         self._index = spec.index
 
-    async def bring(self, index: int) -> None:
-        """Ask a replica that has started for what all were asked for before."""
+    async def bring(self, index: int) -> bool:
+        """Ask a replica that has started for what all were asked for before. Returns whether it may
+        take requests."""
         if self.adapters is not None:
             await self.adapters.bring(index)
-        if self.training is not None:
-            await self.training.bring(index)
+        return self.training is None or await self.training.bring(index)
 
     async def serve(self) -> None:
         gossip = None

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
-from minisgl.router.exchange import EngineLostError, code_of
-from minisgl.router.fleet import WITHOUT_WEIGHTS, Peer, ReplicaState
+from minisgl.router.fleet import Peer, ReplicaState, probe
 from minisgl.router.lifeline import end_children, start_child, tell
 from minisgl.router.placement import Share
 from minisgl.server.config import ServerConfig
@@ -29,7 +28,6 @@ LASTING_S = 60.0
 # Between two looks at a replica: while it loads, and later.
 LOADING_POLL_S = 0.1
 READY_POLL_S = 1.0
-PROBE_S = 5.0
 # A replica that answers no probe for this long is killed. Engines judge their own steps sooner.
 SILENCE_LIMIT_S = 120.0
 # For a replica to end after its requests have.
@@ -90,12 +88,12 @@ class Supervisor:
         specs: Sequence[ReplicaSpec],
         command: Sequence[str],
         report: Callable[[Sequence[ReplicaState]], None],
-        prepare: Callable[[int], Awaitable[None]] | None = None,
+        prepare: Callable[[int], Awaitable[bool]] | None = None,
     ) -> None:
         """command: starts a replica, which reads its spec from the lifeline; its index follows.
 
         report: called whenever the state of a replica changes. prepare: what is done at each start
-        before a replica counts as ready, by its index.
+        before a replica counts as ready, by its index, again until it returns True.
         """
         self._all = [_Running(spec, Peer(spec.index, spec.server.uds)) for spec in specs]
         self._command = command
@@ -167,11 +165,12 @@ class Supervisor:
         """Follow whether a replica takes requests; kill it if it is silent."""
         heard_s, prepare = time.monotonic(), self._prepare
         while True:
-            is_ready, refusal = await self._probe(running.peer)
-            if is_ready and prepare is not None:
-                await prepare(running.spec.index)
-                prepare = None
-                is_ready, refusal = await self._probe(running.peer)
+            is_ready, refusal = await probe(running.peer)
+            if (is_ready or refusal) and prepare is not None:
+                if await prepare(running.spec.index):
+                    prepare = None
+                is_ready, refusal = await probe(running.peer)
+                is_ready = is_ready and prepare is None
             now, before = time.monotonic(), running.state
             running.is_silent, running.refusal = running.was_ready and is_ready is None, refusal
             if is_ready is not None:
@@ -188,16 +187,3 @@ class Supervisor:
             if running.state != before:
                 self._report(self.states())
             await asyncio.sleep(READY_POLL_S if is_ready else LOADING_POLL_S)
-
-    @staticmethod
-    async def _probe(peer: Peer) -> tuple[bool | None, str]:
-        """Whether a replica takes requests, None if it does not answer; and why it waits for a
-        trainer, if it does."""
-        try:
-            async with asyncio.timeout(PROBE_S):
-                status, body = await peer.get("/ready")
-                code = "" if status == 200 else code_of(body)
-                is_ready = status == 200 or code == "queue_full"
-                return is_ready, str(code) if code in WITHOUT_WEIGHTS else ""
-        except (EngineLostError, TimeoutError):
-            return None, ""

@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.routing import Route
 
 from minisgl.router.adapters import ReplicaRefusedError, reason_of
 from minisgl.router.exchange import HTTPRequest, read_request
-from minisgl.router.fleet import Fleet, Replica, answer_of
+from minisgl.router.fleet import Fleet, Replica, answer_of, probe
 from minisgl.server.handlers import training, weight_transfer
 from minisgl.server.http.auth import check_admin
 from minisgl.server.http.encoding import json_response
@@ -23,6 +24,7 @@ from minisgl.server.http.encoding import json_response
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1800.0  # for a replica to take all weights
+RETRY_S = 5.0  # until one that has started is asked again for what it has refused
 FROM_DISK, FROM_GROUP, TRANSFERRED = (
     "/update_weights_from_disk",
     "/update_weights_from_distributed",
@@ -30,6 +32,20 @@ FROM_DISK, FROM_GROUP, TRANSFERRED = (
 )
 JOIN, INIT = "/init_weights_update_group", "/init_weight_transfer_engine"
 WORLD_SIZE = "/get_world_size"
+# What keeps replicas from answering, and what ends it.
+HOLDS = {
+    "/sleep": "sleep",
+    "/pause": "pause",
+    "/pause_generation": "pause",
+    "/start_weight_update": "update",
+}
+ENDS = {
+    "/wake_up": "sleep",
+    "/resume": "pause",
+    "/continue_generation": "pause",
+    "/finish_weight_update": "update",
+}
+TAGS = {"weights", "kv_cache"}  # of a sleep, which ends when both are awake
 
 
 class FleetTraining:
@@ -40,7 +56,9 @@ class FleetTraining:
         """num_ranks: of each replica."""
         self._fleet, self._admin_key, self._num_ranks = fleet, admin_key, num_ranks
         self._asking = asyncio.Lock()
+        # What has made the weights other ones than those that a replica starts with.
         self._last_update: HTTPRequest | None = None
+        self._holds: dict[str, list[HTTPRequest]] = {}  # by HOLDS; those after the first end a part
 
     def routes(self) -> list[Route]:
         endpoints = (*training.ENDPOINTS, *weight_transfer.ENDPOINTS)
@@ -55,9 +73,16 @@ class FleetTraining:
     async def _ask(self, asked: HTTPRequest) -> Response:
         async with self._asking:
             replicas = self._fleet.replicas
+            running = [each for each in replicas if each.state.is_ready or each.state.refusal]
             answers = await asyncio.gather(*(self._answer(each, asked) for each in replicas))
-            is_update = asked.path in (FROM_DISK, FROM_GROUP, TRANSFERRED)
-            if is_update and any(status == 200 for status, _ in answers):
+            is_done = any(status == 200 for status, _ in answers)
+            if is_done:
+                self._hold(asked)
+            if asked.path in (FROM_DISK, FROM_GROUP, TRANSFERRED):
+                # One that has ended, or is without weights now, may have begun.
+                if is_done or any([await probe(each) != (True, "") for each in running]):
+                    self._last_update = asked
+            elif is_done and asked.path == "/sleep" and b"level=2" in asked.query:
                 self._last_update = asked
         failed = [pair for pair in zip(replicas, answers, strict=True) if pair[1][0] != 200]
         if failed:
@@ -66,21 +91,48 @@ class FleetTraining:
             return json_response(training.WorldSize(self._num_ranks * len(replicas)))
         return Response(answers[0][1], media_type="application/json")
 
-    async def bring(self, index: int) -> None:
+    def _hold(self, asked: HTTPRequest) -> None:
+        """Note what the fleet is kept from answering by, or that this has ended."""
+        if asked.path in HOLDS:
+            self._holds[HOLDS[asked.path]] = [asked]
+        elif (held := self._holds.get(ENDS.get(asked.path, ""))) is not None:
+            held.append(asked)
+            queries = (parse_qs(each.query.decode("latin-1")) for each in held[1:])
+            if {tag for each in queries for tag in each.get("tags", TAGS)} >= TAGS:
+                del self._holds[ENDS[asked.path]]
+
+    async def bring(self, index: int) -> bool:
         """Bring a replica that has started later to the weights of the others, if a folder has
-        them. Otherwise it takes no requests before a whole update."""
+        them, else to none, and then to what keeps the others from answering. Returns whether it is
+        there; else it must take no requests, and be brought again."""
         async with self._asking:
-            if (last := self._last_update) is None:
-                return
             replica = self._fleet.replicas[index]
-            if last.path == FROM_DISK:
-                status, body = await self._answer(replica, last)
-                if status == 200:
-                    return
-                logger.error("Replica %d has no weights: %s", index, reason_of(body))
-            for path, query in (("/sleep", b"level=2"), ("/wake_up", b"")):
-                asked = replace(last, path=path, raw_path=path.encode(), query=query, body=b"{}")
-                await self._answer(replica, asked)
+            is_there = await self._bring_weights(replica)
+            for held in [each for holds in self._holds.values() for each in holds]:
+                # At level 2 a sleep would drop the weights, which may have come later.
+                query = b"" if held.path == "/sleep" else held.query
+                is_there = is_there and await self._has_done(replica, replace(held, query=query))
+        if not is_there:
+            await asyncio.sleep(RETRY_S)
+        return is_there
+
+    async def _bring_weights(self, replica: Replica) -> bool:
+        if (last := self._last_update) is None:
+            return True
+        if last.path == FROM_DISK and await self._has_done(replica, last):
+            return True
+        drops = (("/sleep", b"level=2"), ("/wake_up", b""))
+        for path, query in drops:
+            asked = replace(last, path=path, raw_path=path.encode(), query=query, body=b"{}")
+            if not await self._has_done(replica, asked):
+                return False
+        return True
+
+    async def _has_done(self, replica: Replica, asked: HTTPRequest) -> bool:
+        status, body = await self._answer(replica, asked)
+        if status != 200:
+            logger.error("Replica %d: %s: %s", replica.index, asked.path, reason_of(body))
+        return status == 200
 
     async def _answer(self, replica: Replica, asked: HTTPRequest) -> tuple[int, bytes]:
         """Status and body; 503 if it does not answer."""

@@ -126,8 +126,9 @@ class EngineState:
     @property
     def fingerprint(self) -> str:
         """Another one where an equal request may get another answer; raises NotReadyError."""
-        loaded = [(name, each.kv_of) for name, each in self.engine().adapters.items()]
-        parts = ascii((self._setup, loaded)).encode()
+        engine = self.engine()
+        loaded = [(name, each.kv_of) for name, each in engine.adapters.items()]
+        parts = ascii((self._setup, loaded, engine.weights.kv_of)).encode()
         return f"fp_{hashlib.blake2b(parts, digest_size=5).hexdigest()}"
 
     @cached_property

@@ -191,9 +191,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_head_that_is_the_embedding_must_stay_it(tmp_path: Path) -> None:
     first, second = checkpoints("qwen2", tmp_path)
-    _, refilling = loaded(first)
+    model, refilling = loaded(first)
     tensors = tensors_of(second)
     head = tensors["model.embed_tokens.weight"]
+    before = {name: number.clone() for name, number in numbers(model)}
+    wrong = [(head[1:], "the shape"), (head[0], "the shape"), (head.double(), "the dtype")]
+    for given, said in wrong:
+        with pytest.raises(CheckpointError, match=f"The update: lm_head.weight has {said}"):
+            refill(refilling, tensors | {"lm_head.weight": given})
+    for name, number in numbers(model):
+        assert torch.equal(number, before[name])
     refill(refilling, tensors | {"lm_head.weight": head.clone()})
     with pytest.raises(CheckpointError, match="differs from the embedding"):
         refill(refilling, tensors | {"lm_head.weight": head + 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,10 +60,14 @@ def client(serving: Served[AsyncEngine]) -> Iterator[httpx.Client]:
         serving.on_loop(serving.engine.audit)
 
 
-def tokens_of(client: httpx.Client) -> list[int]:
+def completion(client: httpx.Client) -> Any:
     body = {"prompt": [*range(300, 320)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
-    return list(answer.raise_for_status().json()["choices"][0]["token_ids"])
+    return answer.raise_for_status().json()
+
+
+def tokens_of(client: httpx.Client) -> list[int]:
+    return list(completion(client)["choices"][0]["token_ids"])
 
 
 def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None:
@@ -78,7 +83,47 @@ def test_weights_come_from_a_folder(client: httpx.Client, trained: Path) -> None
     assert tokens_of(client) == before
 
 
+def test_answers_name_the_versions_of_the_weights(client: httpx.Client, trained: Path) -> None:
+    path = "/update_weights_from_disk"
+    for version in ("8", "9"):
+        body = {"model_path": str(trained), "weight_version": version}
+        client.post(path, json=body).raise_for_status()
+        assert client.get("/server_info").json()["weight_version"] == version
+        assert completion(client)["choices"][0]["weight_versions"] == [[0, version]]
+        for path_of, asked in [
+            ("/v1/completions", {"prompt": [300]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]}),
+        ]:
+            whole = client.post(path_of, json={**asked, "max_tokens": 2}).json()
+            streamed = client.post(path_of, json={**asked, "max_tokens": 2, "stream": True})
+            lines = [line[6:] for line in streamed.text.split("\n") if line.startswith("data: {")]
+            choices = [json.loads(line)["choices"][0] for line in lines]
+            for last in (whole["choices"][0], choices[-1]):
+                assert last["finish_reason"] and last["weight_versions"] == [[0, version]]
+            assert not any("weight_versions" in each for each in choices[:-1])
+    for wrong in ("", "9" * 257):
+        refused = client.post(path, json={"model_path": str(trained), "weight_version": wrong})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "weight_version"
+    assert client.get("/server_info").json()["weight_version"] == "9"
+
+
+def test_the_fingerprint_tells_weights_apart(client: httpx.Client, trained: Path) -> None:
+    found = [completion(client)["system_fingerprint"] for _ in range(2)]
+    for folder in (trained, DEMO_FOLDER):
+        body = {"model_path": str(folder), "weight_version": "same"}
+        client.post("/update_weights_from_disk", json=body).raise_for_status()
+        found.append(completion(client)["system_fingerprint"])
+    assert found[0] == found[1] and len({*found}) == 3
+
+
 GROUP = {"group_name": "policy"}
+PLACE: dict[str, Any] = {
+    "master_address": "127.0.0.1",
+    "master_port": 9,
+    "backend": "gloo",
+    "rank_offset": 1,
+    "world_size": 2,
+}
 
 
 def told_of(folder: Path) -> dict[str, Any]:
@@ -97,8 +142,7 @@ def told_of(folder: Path) -> dict[str, Any]:
 def joined(client: httpx.Client, trained: Path, **options: Any) -> Iterator[None]:
     """A trainer that sends what is in a folder, in a group with the server."""
     with free_port() as port:
-        place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo", **GROUP}
-        place |= {"rank_offset": 1, "world_size": 2}
+        place = PLACE | GROUP | {"master_port": port}
         with start_trainer(GroupAddress(**place), trained, **options):
             client.post("/init_weights_update_group", json=place).raise_for_status()
             yield
@@ -147,16 +191,17 @@ def test_a_server_whose_trainer_was_killed_says_so_until_a_whole_update(
         ),
         ("/pause_generation", {"mode": "forever"}, "mode: allowed: keep"),
         ("/update_weights_from_disk", {}, "model_path"),
-        (
-            "/init_weights_update_group",
-            {
-                "master_address": "127.0.0.1",
-                "master_port": 9,
-                "rank_offset": 1,
-                "world_size": 2,
-                "backend": "mpi",
-            },
-            "gloo and nccl",
+        ("/init_weights_update_group", PLACE | {"backend": "mpi"}, "gloo and nccl"),
+        *(
+            ("/init_weights_update_group", PLACE | wrong, f'"message":"{said}')
+            for wrong, said in [
+                ({"master_port": 70000}, "master_port: allowed: 1 to 65535."),
+                ({"master_port": -1}, "master_port: "),
+                ({"world_size": 1}, "world_size: allowed: 2 to "),
+                ({"world_size": 1 << 40}, "world_size: "),
+                ({"rank_offset": 0}, "rank_offset: "),
+                ({"rank_offset": 2}, "rank_offset: allowed: 1 to 1."),
+            ]
         ),
     ],
 )

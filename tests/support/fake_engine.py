@@ -284,6 +284,7 @@ class FakeWeights:
     def __init__(self) -> None:
         self.folder, self.rank = "", 0
         self.refusal: MinisglError | None = None
+        self.kv_of = b""
 
     async def update_from_files(self, folder: str, **_: object) -> str:
         with contextlib.suppress(FileNotFoundError):

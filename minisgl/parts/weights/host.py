@@ -38,12 +38,12 @@ class WeightVersions(Part):
 
     def __init__(self) -> None:
         self.version = ""
-        self._kv_of = b""  # drawn for each version; empty: of the weights that were loaded
+        self.kv_of = b""  # drawn for each version; empty: of the weights that were loaded
 
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
-        return OfWeights([VersionSpan(0, self.version)], self._kv_of) if self._kv_of else None
+        return OfWeights([VersionSpan(0, self.version)], self.kv_of) if self.kv_of else None
 
     def concerns(self, request: Request) -> bool:
         return False  # it does nothing in steps
@@ -64,7 +64,7 @@ class WeightVersions(Part):
             of_weights.is_mixed = request.status is RequestStatus.RUNNING
             if not of_weights.is_mixed:
                 request.namespace = blake2b(request.namespace + kv_of, digest_size=16).digest()
-        self.version, self._kv_of = version, kv_of
+        self.version, self.kv_of = version, kv_of
 
 
 def versions_of(request: Request) -> list[VersionSpan]:

@@ -71,6 +71,7 @@ class Answered(Struct, frozen=True, tag=True):
     rank: int
     result: bytes = b""  # in MessagePack
     obstacle: str = ""  # why there is none
+    kind: str = ""  # class name of the error
 
     def value(self, kind: type[T], refusal: Callable[[str], Exception]) -> T:
         """The result. Raises what `refusal` makes of the obstacle, if there is one."""

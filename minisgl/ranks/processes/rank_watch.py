@@ -20,9 +20,9 @@ SILENCE_LIMIT_S = 120.0
 _LOAD_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DeviceMemoryError)}
 
 
-def error_of(kind: str) -> type[MinisglError]:
+def error_of(kind: str, other: type[MinisglError] = EngineStoppedError) -> type[MinisglError]:
     """The class to raise for a rank's error; loading errors keep their class, given by name."""
-    return _LOAD_ERRORS.get(kind, EngineStoppedError)
+    return _LOAD_ERRORS.get(kind, other)
 
 
 class RankWatch:

@@ -238,6 +238,6 @@ def _called(runner: ModelRunner, rank: int, name: str, arguments: Sequence[Any])
     try:
         return Answered(rank, msgspec.msgpack.encode(CALLS[name](runner, *arguments)))
     except (MinisglError, OSError) as error:
-        return Answered(rank, obstacle=str(error))
+        return Answered(rank, obstacle=str(error), kind=type(error).__name__)
     except Exception as error:
         return Answered(rank, obstacle=in_one_line(error))

@@ -31,6 +31,7 @@ _MODES = {
     "retract": "recompute",
     "abort": "abort",
 }
+_SPELLINGS = {"version": "weight_version"}  # of fields
 _GROUP = "weight_update_group"
 JOIN = "Join a group in which a trainer sends weights."
 A = TypeVar("A")
@@ -117,6 +118,9 @@ def told(handler: Handler[A]) -> Handler[A]:
     async def answered(service: Service, asked: A) -> Response:
         try:
             return await handler(service, asked)
+        except InvalidRequestError as error:
+            error.param = _SPELLINGS.get(error.param, error.param)
+            raise
         except (CheckpointError, ConfigError) as error:
             raise CallerError(str(error)) from error
 

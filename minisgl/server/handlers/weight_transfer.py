@@ -54,15 +54,19 @@ class UpdateWeights(Struct, kw_only=True):
 
 
 class ServerInfo(Struct):
+    weight_version: str  # empty: of those that were loaded at the start
     vllm_config: dict[str, dict[str, Any] | None]
 
 
 async def server_info(service: Service, request: Request) -> Response:
-    """What clients read of vLLM's options, by the names of those."""
-    config, has_adapters = service.state.engine().config, service.state.config.lora_root
+    """What clients read of vLLM's options, by the names of those, and the version of the
+    weights."""
+    engine, has_adapters = service.state.engine(), service.state.config.lora_root
+    config = engine.config
     adapters = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
     return json_response(
         ServerInfo(
+            engine.weights.version,
             {
                 "weight_transfer_config": {"backend": backend_of(config.device)},
                 "model_config": {
@@ -77,7 +81,7 @@ async def server_info(service: Service, request: Request) -> Response:
                     "pipeline_parallel_size": config.pp,
                     "data_parallel_size": 1,
                 },
-            }
+            },
         )
     )
 
@@ -97,7 +101,11 @@ async def init_transfer(service: Service, asked: Asked[InitTransfer]) -> Respons
                 "pickles and is not supported; allowed: nccl or gloo, of a group of "
                 "torch.distributed.",
             )
-    return await joined(asked.engine, place, group_name=_GROUP, backend=backend)
+    try:
+        return await joined(asked.engine, place, group_name=_GROUP, backend=backend)
+    except InvalidRequestError as error:
+        error.param = f"init_info.{error.param}"
+        raise
 
 
 async def start_update(service: Service, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType, defstruct
@@ -90,6 +91,10 @@ class AnswerMessage(Struct):
 MatchedStop: TypeAlias = int | str | UnsetType  # the token or the text that ended the answer
 
 
+# Of the weights that have sampled the tokens, each with its first token; see OutputDelta.
+VersionsOfWeights: TypeAlias = Sequence[tuple[int, str]] | UnsetType
+
+
 class ChatAnswerChoice(Struct):
     index: int
     message: AnswerMessage
@@ -98,6 +103,7 @@ class ChatAnswerChoice(Struct):
     matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
+    weight_versions: VersionsOfWeights = UNSET
 
 
 class ChatCompletion(Struct, tag_field="object", tag="chat.completion"):
@@ -139,6 +145,7 @@ class ChatChunkChoice(Struct):
     finish_reason: ChatEndReason | None
     matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: VersionsOfWeights = UNSET  # in the last chunk of each choice
 
 
 class ChatCompletionChunk(Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -175,6 +182,7 @@ class CompletionAnswerChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     routed_experts: bytes | UnsetType = UNSET  # as base64; see OutputDelta
+    weight_versions: VersionsOfWeights = UNSET
 
 
 class Completion(Struct, tag_field="object", tag="text_completion"):
@@ -194,6 +202,7 @@ class CompletionChunkChoice(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
     matched_stop: MatchedStop = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: VersionsOfWeights = UNSET  # in the last chunk of each choice
 
 
 class CompletionChunk(Struct, tag_field="object", tag="text_completion"):

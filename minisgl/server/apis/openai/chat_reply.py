@@ -81,6 +81,7 @@ class ChatChoice(ChunkedChoice):
             token_ids=self._reported(self._token_ids),
             matched_stop=self.matched_stop,
             routed_experts=self.last.routed_experts or UNSET,
+            weight_versions=self.weight_versions,
         )
 
     @property
@@ -140,6 +141,7 @@ class ChatChoice(ChunkedChoice):
             finish_reason=finish_reason,
             matched_stop=UNSET if finish_reason is None else self.matched_stop,
             token_ids=self._reported(token_ids),
+            weight_versions=UNSET if finish_reason is None else self.weight_versions,
         )
         return self._envelope.around(
             answers.ChatCompletionChunk,

@@ -28,6 +28,7 @@ from minisgl.server.apis.openai.answer_types import (
     PromptToken,
     PromptTokensDetails,
     Usage,
+    VersionsOfWeights,
 )
 from minisgl.server.http.encoding import DONE, encode, event
 from minisgl.server.http.error_bodies import error_body
@@ -119,6 +120,11 @@ class ChunkedChoice(ReplyChoice):
     def matched_stop(self) -> MatchedStop:
         """What has ended the answer, if that is a token or a text."""
         return UNSET if self.last.stop_reason is None else self.last.stop_reason
+
+    @property
+    def weight_versions(self) -> VersionsOfWeights:
+        """The versions of the weights that have answered, once a trainer has replaced them."""
+        return self.last.weight_versions or UNSET
 
     def _begin(self, delta: OutputDelta) -> bytes:
         """The event before those of the first delta, whose usage has no output yet."""

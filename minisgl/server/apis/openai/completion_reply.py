@@ -62,6 +62,7 @@ class CompletionChoice(ChunkedChoice):
             prompt_logprobs=self.prompt_logprobs,
             matched_stop=self.matched_stop,
             routed_experts=self.last.routed_experts or UNSET,
+            weight_versions=self.weight_versions,
         )
 
     def _opening(self) -> bytes:
@@ -86,6 +87,7 @@ class CompletionChoice(ChunkedChoice):
             prompt_token_ids=prompt_token_ids,
             matched_stop=UNSET if finish_reason is None else self.matched_stop,
             token_ids=self._reported(token_ids),
+            weight_versions=UNSET if finish_reason is None else self.weight_versions,
         )
         return self._envelope.around(answers.CompletionChunk, [choice], self._chunk_usage())
 
