@@ -17,6 +17,7 @@ from minisgl.engine.startup import Loaded
 from minisgl.errors import (
     CheckpointError,
     ConfigError,
+    EngineStoppedError,
     InvalidRequestError,
     MinisglError,
     in_one_line,
@@ -183,11 +184,12 @@ class Weights:
             self._check_alive()
             try:
                 await asyncio.to_thread(take, taker)
-                is_whole = await asyncio.to_thread(taker.end)
+                await asyncio.to_thread(taker.end)
             except BaseException as error:
-                self._fail(error)
+                if self._incomplete is None and await self._lacks(taker, error):
+                    self._fail(error)
                 raise
-            self._change(version, in_flight, is_whole=is_whole)
+            self._change(version, in_flight, lacks=await self._lacks(taker))
         finally:
             self._go_on()
         return version
@@ -352,11 +354,17 @@ class Weights:
         with contextlib.suppress(WeightsError):
             self._check_open()
 
+    async def _lacks(self, taker: WeightTaker, error: BaseException | None = None) -> bool:
+        """Whether the weights are not whole; supposed so after an error that lets no one ask."""
+        if isinstance(error, EngineStoppedError | asyncio.CancelledError):
+            return True
+        return await asyncio.to_thread(taker.lacks)
+
     def _fail(self, error: BaseException) -> None:
         reason = str(error) if isinstance(error, MinisglError) else type(error).__name__
         self._incomplete = WeightsIncompleteError(
             f"An update of the weights has failed, which are incomplete: {reason} Allowed: another "
-            "update, at least of what this one was to bring."
+            "update, at least of what was to come."
         )
         self._judge()
         self._end_requests(self._incomplete)
@@ -364,10 +372,10 @@ class Weights:
     def _judge(self) -> None:
         self._refuse(self.refusal)
 
-    def _change(self, version: str, in_flight: InFlight, *, is_whole: bool) -> None:
+    def _change(self, version: str, in_flight: InFlight, *, lacks: bool) -> None:
         self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
         self._take_version(version)
-        if is_whole:
+        if not lacks:
             self._incomplete = None
             self._judge()
 

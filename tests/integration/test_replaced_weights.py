@@ -25,7 +25,7 @@ from support.replaced_weights import (
     engine_of,
     weights_of,
 )
-from support.sent_weights import check_closed, check_killed, check_sent
+from support.sent_weights import check_closed, check_killed, check_sent, infos
 
 from minisgl import LLM
 from minisgl.distributed.addresses import GroupAddress
@@ -36,7 +36,12 @@ from minisgl.engine.weights import (
     WeightsIncompleteError,
     WeightsReplacedError,
 )
-from minisgl.errors import CheckpointError, ConfigError, InvalidRequestError, MinisglError
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    MinisglError,
+)
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.parts.weights.host import versions_of
 
@@ -236,6 +241,27 @@ def test_an_update_that_fails_in_its_middle_leaves_an_engine_that_says_so() -> N
                 engine.submit(PROMPTS[0], GREEDY)
             await engine.weights.update({NORM: weights_of(1)[NORM]}, partial=True)
             assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=str)
+def test_an_update_that_fails_before_its_first_number_changes_nothing(
+    options: dict[str, int],
+) -> None:
+    broken = {NORM: torch.full_like(weights_of(1)[NORM], torch.nan)}
+
+    async def run() -> None:
+        async with engine_of(0, **options) as engine:
+            expected = (await ended(engine, PROMPTS[1], max_tokens=40)).output_token_ids
+            stream = await midway(engine, salt="other")
+            with pytest.raises(CheckpointError, match="There is no group weights"):
+                await engine.weights.update_from_group("weights", infos())
+            with pytest.raises(CheckpointError, match=f"{NORM} has NaN or infinities"):
+                await engine.weights.update(broken, partial=True)
+            assert engine.weights.refusal is None
+            await stream.wait_finished()
+            assert stream.request.output_token_ids == expected
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,22 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         refill(refilling, tensors | {norm: tensors[norm] / 0})
     refill(refilling, tensors)
     assert_same(model, loaded(second)[0])
+
+
+def test_a_group_that_sends_a_wrong_number_first_changes_nothing(tmp_path: Path) -> None:
+    """Its other tensors are received, for which the others in the group wait."""
+    first, second = checkpoints("qwen2", tmp_path)
+    model, refilling = loaded(first)
+    tensors = tensors_of(second)
+    wrong, *others = tensors
+    sent = iter([tensors[wrong] / 0, *(tensors[name] for name in others)])
+    group: Any = SimpleNamespace(packed=False, receive=lambda expected, packed: sent)
+    refilling._groups["weights"] = group
+    refilling.begin(infos(tensors), partial=False)
+    with pytest.raises(CheckpointError, match=f"{wrong} has NaN or infinities"):
+        refilling.take_group("weights", infos(tensors), packed=False)
+    assert not [*sent] and not refilling.lacks()
+    assert_same(model, loaded(first)[0])
 
 
 def test_a_head_that_is_the_embedding_must_stay_it(tmp_path: Path) -> None:
