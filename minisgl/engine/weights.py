@@ -78,6 +78,7 @@ class Weights:
 
     All is checked before the first number changes. An update that fails after that leaves the
     engine without whole weights: it refuses requests until an update of what is lacking succeeds.
+    Meanwhile it computes nothing.
     """
 
     def __init__(
@@ -275,8 +276,8 @@ class Weights:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Compute steps again, unless something else holds them."""
-        if not self._holds:
+        """Compute steps again, unless something else holds them or the weights are not whole."""
+        if not self._holds and self._incomplete is None:
             self._steps.resume()
 
     # -- sleep -------------------------------------------------------------------------------------

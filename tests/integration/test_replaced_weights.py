@@ -266,6 +266,42 @@ def test_an_update_that_fails_before_its_first_number_changes_nothing(
     asyncio.run(run())
 
 
+async def check_goes_on(engine: AsyncEngine, stream: Any, begun: int) -> None:
+    """The rest of the answer of `midway` is computed as that of a fresh request."""
+    await stream.wait_finished()
+    tokens = stream.request.output_token_ids
+    alone = await ended(engine, [*PROMPTS[1], *tokens[:begun]], max_tokens=40 - begun)
+    assert 5 <= begun < 40 and alone.output_token_ids == tokens[begun:]
+
+
+def test_nothing_is_computed_before_weights_that_were_dropped_have_come() -> None:
+    expected = answers_of(1)
+    tensors = weights_of(1)
+    others = {name: tensor for name, tensor in tensors.items() if name != NORM}
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200, max_running_requests=1) as engine:
+            stream = await midway(engine, salt="other")
+            queued, left = (engine.submit(PROMPTS[1], GREEDY) for _ in range(2))
+            await engine.weights.sleep(2)
+            begun, steps = stream.request.num_output_tokens, engine.stats().counters.num_steps
+            await engine.weights.wake()
+            await asyncio.sleep(0.1)
+            await engine.weights.update({NORM: tensors[NORM]}, partial=True)
+            with pytest.raises(CheckpointError, match="There is no group weights"):
+                await engine.weights.update_from_group("weights", infos())
+            await asyncio.sleep(0.1)
+            assert engine.stats().counters.num_steps == steps
+            left.abort()
+            await left.wait_finished()
+            await engine.weights.update(others, partial=True)
+            await check_goes_on(engine, stream, begun)
+            await queued.wait_finished()
+            assert queued.request.output_token_ids == expected[1][0]
+
+    asyncio.run(run())
+
+
 def test_what_is_refused_changes_nothing() -> None:
     expected = answers_of(0)
 
