@@ -289,7 +289,8 @@ class Weights:
         follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
         their KV anew; else they end with an error. No later request matches what was cached.
         Raises ConfigError if other engines share the pages, UnsupportedModelError for weights that
-        cannot be replaced, DeviceMemoryError, and EngineStoppedError.
+        cannot be replaced, DeviceMemoryError, and EngineStoppedError; what was awake is then awake
+        again, if it has room.
         """
         _check_in_flight(in_flight)
         if level not in (1, 2):
@@ -301,23 +302,26 @@ class Weights:
 
     async def _sleep(self, level: int, in_flight: InFlight) -> None:
         taker, all_tags = self._open_taker(), {*get_args(Tag)}
-        if self._asleep == all_tags:
-            return
+        if "weights" in self._asleep:
+            level = 1  # they are kept or dropped already
         await self._hold("sleep")
-        try:
-            await asyncio.to_thread(taker.sleep, level == 2)
-        except BaseException:
-            if not self._asleep:
-                await asyncio.to_thread(taker.wake, sorted(all_tags))
-                await asyncio.to_thread(taker.capture)
-                await self._release("sleep")
-            raise
-        self._asleep = all_tags
+        awake, self._asleep = all_tags - self._asleep, all_tags
         if level == 2:
             self._incomplete = WeightsIncompleteError(
                 "The weights were dropped. Allowed: an update of all of them."
             )
         self._judge()
+        try:
+            await asyncio.to_thread(taker.sleep, level == 2)
+        except BaseException as error:
+            if not await self._lacks(taker, error):
+                self._incomplete = None
+            self._drop_kv("recompute")  # some ranks may have slept
+            await self._wake(taker, awake)
+            raise
+        self._drop_kv(in_flight)
+
+    def _drop_kv(self, in_flight: InFlight) -> None:
         in_flight = "recompute" if in_flight == "keep" else in_flight
         self._disturb(in_flight, AsleepError("The model was put to sleep."))
         self._scheduler.kv.drop_written_since(0)
@@ -331,16 +335,18 @@ class Weights:
             raise InvalidRequestError("tags", f"allowed: {' and '.join(get_args(Tag))}.")
 
         async def woken() -> None:
-            taker = self._open_taker()
-            await asyncio.to_thread(taker.wake, sorted(wanted & self._asleep))
-            if wanted >= self._asleep:
-                await asyncio.to_thread(taker.capture)
-            self._asleep -= wanted
-            self._judge()
-            if not self._asleep:
-                await self._release("sleep")
+            await self._wake(self._open_taker(), self._asleep & wanted)
 
         await self._changes.make(woken())
+
+    async def _wake(self, taker: WeightTaker, tags: set[Tag]) -> None:
+        await asyncio.to_thread(taker.wake, sorted(tags))
+        if tags == self._asleep:
+            await asyncio.to_thread(taker.capture)
+        self._asleep -= tags
+        self._judge()
+        if not self._asleep:
+            await self._release("sleep")
 
     def _check_awake(self) -> None:
         if "weights" in self._asleep:

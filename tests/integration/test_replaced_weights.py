@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from support.replaced_weights import (
     check_slept,
     ended,
     engine_of,
+    folder_of,
     weights_of,
 )
 from support.sent_weights import check_closed, check_killed, check_sent, infos
@@ -39,9 +41,11 @@ from minisgl.engine.weights import (
 from minisgl.errors import (
     CheckpointError,
     ConfigError,
+    DeviceMemoryError,
     InvalidRequestError,
     MinisglError,
 )
+from minisgl.models import sleeping
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.parts.weights.host import versions_of
 
@@ -298,6 +302,69 @@ def test_nothing_is_computed_before_weights_that_were_dropped_have_come() -> Non
             await check_goes_on(engine, stream, begun)
             await queued.wait_finished()
             assert queued.request.output_token_ids == expected[1][0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_for_which_one_rank_has_no_room_leaves_no_rank_with_zeros(level: int) -> None:
+    expected = answers_of(0, (("tp", 2),))
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200, tp=2) as engine:
+            stream = await midway(engine)
+            await engine.weights.begin()
+            begun = stream.request.num_output_tokens
+            with (
+                mock.patch.object(sleeping, "_copied", side_effect=RuntimeError("too little")),
+                pytest.raises(DeviceMemoryError, match="The host has no room"),
+            ):
+                await engine.weights.sleep(level)
+            await engine.weights.finish()
+            if level == 2:
+                with pytest.raises(WeightsIncompleteError, match="were dropped"):
+                    engine.submit(PROMPTS[0], GREEDY)
+                await engine.weights.update_from_files(str(folder_of(0)))
+            await check_goes_on(engine, stream, begun)
+            assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+def test_a_model_that_fails_to_sleep_or_to_wake_is_asleep_and_can_do_both_again() -> None:
+    no_room = DeviceMemoryError("too little")
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200) as engine:
+            taker = engine.weights._taker
+            assert taker is not None
+            slept = taker.sleep
+
+            def sleep(drops_weights: bool) -> None:
+                slept(drops_weights)
+                raise no_room
+
+            stream = await midway(engine)
+            await engine.weights.begin()
+            begun = stream.request.num_output_tokens
+            with (
+                mock.patch.object(taker, "sleep", sleep),
+                mock.patch.object(taker, "wake", side_effect=no_room),
+                pytest.raises(DeviceMemoryError),
+            ):
+                await engine.weights.sleep()
+            await engine.weights.finish()
+            with pytest.raises(AsleepError):
+                engine.submit(PROMPTS[0], GREEDY)
+            with (
+                mock.patch.object(taker, "capture", side_effect=no_room),
+                pytest.raises(DeviceMemoryError),
+            ):
+                await engine.weights.wake()
+            await engine.weights.sleep(2)
+            check_memory(engine)
+            await engine.weights.wake()
+            await check_goes_on(engine, stream, begun)
 
     asyncio.run(run())
 
