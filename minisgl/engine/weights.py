@@ -270,6 +270,7 @@ class Weights:
         self._check_alive()
         self._holds.add(reason)
         await self._steps.pause()
+        self._check_alive()
 
     async def _release(self, reason: _Hold) -> None:
         self._holds.discard(reason)
