@@ -394,13 +394,14 @@ class Weights:
 
     def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
         if in_flight == "abort":
-            self._end_requests(error)
+            self._end_requests(error, only_begun=True)
         elif in_flight == "recompute":
             self._scheduler.retract_all()
 
-    def _end_requests(self, error: MinisglError) -> None:
-        for stream in [*self._delivery.streams.values()]:
-            self._delivery.cancel(stream.request, error)
+    def _end_requests(self, error: MinisglError, *, only_begun: bool = False) -> None:
+        for request in [stream.request for stream in self._delivery.streams.values()]:
+            if request.admitted_s is not None or not only_begun:
+                self._delivery.cancel(request, error)
 
 
 def _check_in_flight(in_flight: str) -> None:

@@ -190,11 +190,14 @@ def test_requests_in_flight_may_end_with_an_error() -> None:
     expected = answers_of(1)
 
     async def run() -> None:
-        async with engine_of(0) as engine:
+        async with engine_of(0, max_running_requests=1) as engine:
             stream = await midway(engine)
+            queued = engine.submit(PROMPTS[1], GREEDY)
             await engine.weights.update(weights_of(1), in_flight="abort")
             with pytest.raises(WeightsReplacedError):
                 await stream.wait_finished()
+            await queued.wait_finished()
+            assert queued.request.output_token_ids == expected[1][0]
             assert await answers(engine) == expected
 
     asyncio.run(run())
