@@ -45,6 +45,7 @@ class Failures:
         self, loaded: Loaded[Any], scheduler: Scheduler, delivery: Delivery, moves: PageMoves
     ) -> None:
         self.failure: BaseException | None = None  # why the engine is dead
+        self.ended = asyncio.Event()  # a step has, or the engine
         self._runner = loaded.runner
         self._ranks = loaded.ranks
         self._scheduler = scheduler
@@ -85,6 +86,7 @@ class Failures:
                 OUT_OF_MEMORY if isinstance(error, MemoryError) else type(error).__name__
             )
         self.failure = reason
+        self.ended.set()
         self._delivery.fail_all(reason)
         self._moves.close()
 

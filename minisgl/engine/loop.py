@@ -43,7 +43,6 @@ class StepLoop:
         self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
         self._loop = asyncio.get_running_loop()
         self._is_awake = False
-        self._step_ended = asyncio.Event()
         self._collector = WaitingThread("minisgl-collector", self._wait_for)
 
     def wake(self) -> None:
@@ -104,7 +103,7 @@ class StepLoop:
     def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
         """Handle the end of a step or its failure. Called once for each step, in order."""
         self.failures.watch.ended()
-        self._step_ended.set()
+        self.failures.ended.set()
         if self.failures.failure is not None or step != self._scheduler.next_to_settle:
             return  # nothing is settled any more, or an earlier step has failed
         try:
@@ -169,8 +168,8 @@ class StepLoop:
 
     async def _all_settle(self) -> None:
         while self._scheduler.num_in_flight and self.failures.failure is None:
-            self._step_ended.clear()
-            await self._step_ended.wait()
+            self.failures.ended.clear()
+            await self.failures.ended.wait()
 
     async def end(self) -> bool:
         """Launch nothing any more, and wait until the launched steps have ended; False if they

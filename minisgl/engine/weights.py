@@ -17,6 +17,7 @@ from minisgl.engine.startup import Loaded
 from minisgl.errors import (
     CheckpointError,
     ConfigError,
+    EngineStoppedError,
     InvalidRequestError,
     MinisglError,
     in_one_line,
@@ -78,6 +79,7 @@ class Weights:
 
     All is checked before the first number changes. An update that fails after that leaves the
     engine without whole weights: it refuses requests until an update of what is lacking succeeds.
+    Meanwhile it computes nothing.
     """
 
     def __init__(
@@ -190,11 +192,12 @@ class Weights:
             self._check_alive()
             try:
                 await asyncio.to_thread(take, taker)
-                is_whole = await asyncio.to_thread(taker.end)
+                await asyncio.to_thread(taker.end)
             except BaseException as error:
-                self._fail(error)
+                if self._incomplete is None and await self._lacks(taker, error):
+                    self._fail(error)
                 raise
-            self._change(version, in_flight, is_whole=is_whole)
+            self._change(version, in_flight, lacks=await self._lacks(taker))
         finally:
             self._go_on()
         return version
@@ -283,14 +286,15 @@ class Weights:
         self._check_alive()
         self._holds.add(reason)
         await self._steps.pause()
+        self._check_alive()
 
     async def _release(self, reason: _Hold) -> None:
         self._holds.discard(reason)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Compute steps again, unless something else holds them."""
-        if not self._holds:
+        """Compute steps again, unless something else holds them or the weights are not whole."""
+        if not self._holds and self._incomplete is None:
             self._steps.resume()
 
     # -- sleep -------------------------------------------------------------------------------------
@@ -302,7 +306,8 @@ class Weights:
         follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
         their KV anew; else they end with an error. No later request matches what was cached.
         Raises ConfigError if other engines share the pages, UnsupportedModelError for weights that
-        cannot be replaced, DeviceMemoryError, and EngineStoppedError.
+        cannot be replaced, DeviceMemoryError, and EngineStoppedError; what was awake is then awake
+        again, if it has room.
         """
         _check_in_flight(in_flight)
         if level not in (1, 2):
@@ -314,23 +319,26 @@ class Weights:
 
     async def _sleep(self, level: int, in_flight: InFlight) -> None:
         taker, all_tags = self._open_taker(), {*get_args(Tag)}
-        if self._asleep == all_tags:
-            return
+        if "weights" in self._asleep:
+            level = 1  # they are kept or dropped already
         await self._hold("sleep")
-        try:
-            await asyncio.to_thread(taker.sleep, level == 2)
-        except BaseException:
-            if not self._asleep:
-                await asyncio.to_thread(taker.wake, sorted(all_tags))
-                await asyncio.to_thread(taker.capture)
-                await self._release("sleep")
-            raise
-        self._asleep = all_tags
+        awake, self._asleep = all_tags - self._asleep, all_tags
         if level == 2:
             self._incomplete = WeightsIncompleteError(
                 "The weights were dropped. Allowed: an update of all of them."
             )
         self._judge()
+        try:
+            await asyncio.to_thread(taker.sleep, level == 2)
+        except BaseException as error:
+            if not await self._lacks(taker, error):
+                self._incomplete = None
+            self._drop_kv("recompute")  # some ranks may have slept
+            await self._wake(taker, awake)
+            raise
+        self._drop_kv(in_flight)
+
+    def _drop_kv(self, in_flight: InFlight) -> None:
         in_flight = "recompute" if in_flight == "keep" else in_flight
         self._disturb(in_flight, AsleepError("The model was put to sleep."))
         self._scheduler.kv.drop_written_since(0)
@@ -344,16 +352,18 @@ class Weights:
             raise InvalidRequestError("tags", f"allowed: {' and '.join(get_args(Tag))}.")
 
         async def woken() -> None:
-            taker = self._open_taker()
-            await asyncio.to_thread(taker.wake, sorted(wanted & self._asleep))
-            if wanted >= self._asleep:
-                await asyncio.to_thread(taker.capture)
-            self._asleep -= wanted
-            self._judge()
-            if not self._asleep:
-                await self._release("sleep")
+            await self._wake(self._open_taker(), self._asleep & wanted)
 
         await self._changes.make(woken())
+
+    async def _wake(self, taker: WeightTaker, tags: set[Tag]) -> None:
+        await asyncio.to_thread(taker.wake, sorted(tags))
+        if tags == self._asleep:
+            await asyncio.to_thread(taker.capture)
+        self._asleep -= tags
+        self._judge()
+        if not self._asleep:
+            await self._release("sleep")
 
     def _check_awake(self) -> None:
         if "weights" in self._asleep:
@@ -368,11 +378,17 @@ class Weights:
         with contextlib.suppress(WeightsError):
             self._check_open()
 
+    async def _lacks(self, taker: WeightTaker, error: BaseException | None = None) -> bool:
+        """Whether the weights are not whole; supposed so after an error that lets no one ask."""
+        if isinstance(error, EngineStoppedError | asyncio.CancelledError):
+            return True
+        return await asyncio.to_thread(taker.lacks)
+
     def _fail(self, error: BaseException) -> None:
         reason = str(error) if isinstance(error, MinisglError) else type(error).__name__
         self._incomplete = WeightsIncompleteError(
             f"An update of the weights has failed, which are incomplete: {reason} Allowed: another "
-            "update, at least of what this one was to bring."
+            "update, at least of what was to come."
         )
         self._judge()
         self._end_requests(self._incomplete)
@@ -380,10 +396,10 @@ class Weights:
     def _judge(self) -> None:
         self._refuse(self.refusal)
 
-    def _change(self, version: str, in_flight: InFlight, *, is_whole: bool) -> None:
+    def _change(self, version: str, in_flight: InFlight, *, lacks: bool) -> None:
         self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
         self._take_version(version)
-        if is_whole:
+        if not lacks:
             self._incomplete = None
             self._judge()
 
@@ -394,13 +410,14 @@ class Weights:
 
     def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
         if in_flight == "abort":
-            self._end_requests(error)
+            self._end_requests(error, only_begun=True)
         elif in_flight == "recompute":
             self._scheduler.retract_all()
 
-    def _end_requests(self, error: MinisglError) -> None:
-        for stream in [*self._delivery.streams.values()]:
-            self._delivery.cancel(stream.request, error)
+    def _end_requests(self, error: MinisglError, *, only_begun: bool = False) -> None:
+        for request in [stream.request for stream in self._delivery.streams.values()]:
+            if request.admitted_s is not None or not only_begun:
+                self._delivery.cancel(request, error)
 
 
 def _check_in_flight(in_flight: str) -> None:

@@ -65,7 +65,9 @@ class WeightTaker(Protocol):
 
     def leave(self, name: str) -> None: ...
 
-    def end(self) -> bool: ...
+    def end(self) -> None: ...
+
+    def lacks(self) -> bool: ...
 
     def read(self, name: str, num_rows: int) -> list[Piece]: ...
 
@@ -152,9 +154,10 @@ class Refilling:
             tensors = group.receive(expected, packed=packed or group.packed)
             for info, tensor in zip(infos, tensors, strict=True):
                 try:
-                    self._take(info.name, tensor)
+                    if wrong is None:
+                        self._take(info.name, tensor)
                 except CheckpointError as error:  # the others in the group wait for this rank
-                    wrong = wrong or error
+                    wrong = error
         except RuntimeError as error:
             self.leave(name)  # of which nothing more can come
             raise CheckpointError(f"{UPDATE} ends: {in_one_line(error)}.") from error
@@ -163,17 +166,16 @@ class Refilling:
 
     def _take(self, name: str, tensor: Tensor) -> None:
         assert self._filling is not None, "an update has begun"
-        self._lacking |= self._coming
         if tensor.dtype in _FLOATS and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{UPDATE}: {name} has NaN or infinities; allowed: numbers.")
+        self._lacking |= self._coming
         for largest in self._largest:
             largest.zero_()
         self._largest = []
         self._filling.add(name, InMemory(tensor))
 
-    def end(self) -> bool:
-        """Make what kernels read of the weights again. Returns whether these are whole: no part of
-        an update that has failed is lacking. Raises CheckpointError."""
+    def end(self) -> None:
+        """Make what kernels read of the weights again. Raises CheckpointError."""
         assert self._filling is not None, "an update has begun"
         self._lanes.enter_thread()
         filling, self._filling = self._filling, None
@@ -185,7 +187,11 @@ class Refilling:
                 module.refresh()
         self._lanes.synchronize()  # steps may read weights before their turn comes
         self._lacking -= filling.filled
-        return not self._lacking
+
+    def lacks(self) -> bool:
+        """Whether a part of the weights is lacking, since an update has failed or a sleep has
+        dropped it."""
+        return bool(self._lacking)
 
     def read(self, name: str, num_rows: int) -> list[Piece]:
         """What this rank has of the first rows of a tensor, by its name in a checkpoint."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -40,9 +41,12 @@ class _Released:
     num_bytes: int
     copy: list[Tensor] | None  # on the host; None: it is zeros when it returns
 
-    def restore(self) -> None:
-        """Raises OutOfMemoryError; then it may be asked for again."""
-        self.storage.resize_(self.num_bytes)
+    @staticmethod
+    def of(storage: Storage, is_kept: bool) -> _Released:
+        return _Released(storage, storage.nbytes(), _copied(storage) if is_kept else None)
+
+    def fill(self) -> None:
+        """Bring the numbers back, once it has its memory again."""
         for number, piece in enumerate(_pieces_of(self.storage)):
             if self.copy is None:
                 piece.zero_()
@@ -78,34 +82,40 @@ class Sleep:
             "weights": tensors_in(self._models),
             "kv_cache": (each for state in distinct(self._states) for each in state.tensors),
         }
-        awake = {tag: each for tag, each in tensors.items() if tag not in self._asleep}
         try:
-            for tag, found in awake.items():
-                self._asleep[tag] = []
-                for storage in _storages_of(found, self._lanes.device):
-                    is_kept = tag == "weights" and storage.data_ptr() not in dropped
-                    copy = _copied(storage) if is_kept else None
-                    self._asleep[tag].append(_Released(storage, storage.nbytes(), copy))
-                    storage.resize_(0)
+            awake = {
+                tag: [
+                    _Released.of(each, tag == "weights" and each.data_ptr() not in dropped)
+                    for each in _storages_of(found, self._lanes.device)
+                ]
+                for tag, found in tensors.items()
+                if tag not in self._asleep
+            }
         except RuntimeError as error:
-            self.restore(awake)
             reason = f"The host has no room for the weights: {in_one_line(error)}"
             raise DeviceMemoryError(reason) from error
+        for each in chain.from_iterable(awake.values()):
+            each.storage.resize_(0)
+        self._asleep |= awake
         self._free()
 
     def restore(self, tags: Collection[str]) -> None:
-        """Take the memory of these again. Raises DeviceMemoryError if there is too little; then it
-        may be asked for again."""
+        """Take the memory of these again. Raises DeviceMemoryError if there is too little, and has
+        taken none."""
+        asleep = [each for tag in tags for each in self._asleep.get(tag, ())]
         try:
-            for tag in tags:
-                while released := self._asleep.get(tag):
-                    released[-1].restore()
-                    released.pop()
-                self._asleep.pop(tag, None)
+            for each in asleep:
+                each.storage.resize_(each.num_bytes)
         except torch.OutOfMemoryError as error:
+            for each in asleep:
+                each.storage.resize_(0)
             self._free()
             reason = "Too little memory of the device is free to wake up; end what else uses it."
             raise DeviceMemoryError(reason) from error
+        for each in asleep:
+            each.fill()
+        for tag in tags:
+            self._asleep.pop(tag, None)
         self._lanes.synchronize()
 
     def capture(self) -> None:

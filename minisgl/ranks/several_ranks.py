@@ -211,9 +211,12 @@ class RankWeights:
     def take_group(self, name: str, infos: Sequence[TensorInfo], packed: bool) -> None:
         self._together("take_group", name, infos, packed)
 
-    def end(self) -> bool:
-        own = self._own.end()
-        return all([own, *self._call("end")])
+    def end(self) -> None:
+        self._own.end()
+        self._call("end")
+
+    def lacks(self) -> bool:
+        return any([self._own.lacks(), *self._call("lacks")])
 
     def read(self, name: str, num_rows: int) -> list[Piece]:
         own, found = self._own.read(name, num_rows), self._call("read", name, num_rows)

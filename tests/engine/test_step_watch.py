@@ -197,9 +197,15 @@ async def test_an_engine_whose_step_does_not_end_fails_and_can_be_closed(
             pass
         monkeypatch.setattr(engine._steps.failures, "watch", Fast(180.0, first_limit_s=180.0))
         gated.runner.close_gate()
+        num_launched = len(gated.runner.launched)
+        stream = engine.submit([1, 2, 3], PARAMS)
+        await until(lambda: len(gated.runner.launched) > num_launched)
+        pausing = asyncio.ensure_future(engine.weights.pause())
         with pytest.raises(EngineStoppedError, match=r"Step \d+ has not ended within"):
-            async for _ in engine.submit([1, 2, 3], PARAMS):
+            async for _ in stream:
                 pass
+        with pytest.raises(EngineStoppedError, match="has failed"):
+            await asyncio.wait_for(pausing, 10)
         assert isinstance(engine.failure, EngineStoppedError)
         await engine.close()
         assert gated.runner.num_collected < len(gated.runner.launched)

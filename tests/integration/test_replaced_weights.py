@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from support.replaced_weights import (
     check_slept,
     ended,
     engine_of,
+    folder_of,
     weights_of,
 )
-from support.sent_weights import check_closed, check_killed, check_sent
+from support.sent_weights import check_closed, check_killed, check_sent, infos
 
 from minisgl import LLM
 from minisgl.distributed.addresses import GroupAddress
@@ -36,7 +38,14 @@ from minisgl.engine.weights import (
     WeightsIncompleteError,
     WeightsReplacedError,
 )
-from minisgl.errors import CheckpointError, ConfigError, InvalidRequestError, MinisglError
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    InvalidRequestError,
+    MinisglError,
+)
+from minisgl.models import sleeping
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.parts.weights.host import versions_of
 
@@ -181,11 +190,14 @@ def test_requests_in_flight_may_end_with_an_error() -> None:
     expected = answers_of(1)
 
     async def run() -> None:
-        async with engine_of(0) as engine:
+        async with engine_of(0, max_running_requests=1) as engine:
             stream = await midway(engine)
+            queued = engine.submit(PROMPTS[1], GREEDY)
             await engine.weights.update(weights_of(1), in_flight="abort")
             with pytest.raises(WeightsReplacedError):
                 await stream.wait_finished()
+            await queued.wait_finished()
+            assert queued.request.output_token_ids == expected[1][0]
             assert await answers(engine) == expected
 
     asyncio.run(run())
@@ -236,6 +248,126 @@ def test_an_update_that_fails_in_its_middle_leaves_an_engine_that_says_so() -> N
                 engine.submit(PROMPTS[0], GREEDY)
             await engine.weights.update({NORM: weights_of(1)[NORM]}, partial=True)
             assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}], ids=str)
+def test_an_update_that_fails_before_its_first_number_changes_nothing(
+    options: dict[str, int],
+) -> None:
+    broken = {NORM: torch.full_like(weights_of(1)[NORM], torch.nan)}
+
+    async def run() -> None:
+        async with engine_of(0, **options) as engine:
+            expected = (await ended(engine, PROMPTS[1], max_tokens=40)).output_token_ids
+            stream = await midway(engine, salt="other")
+            with pytest.raises(CheckpointError, match="There is no group weights"):
+                await engine.weights.update_from_group("weights", infos())
+            with pytest.raises(CheckpointError, match=f"{NORM} has NaN or infinities"):
+                await engine.weights.update(broken, partial=True)
+            assert engine.weights.refusal is None
+            await stream.wait_finished()
+            assert stream.request.output_token_ids == expected
+
+    asyncio.run(run())
+
+
+async def check_goes_on(engine: AsyncEngine, stream: Any, begun: int) -> None:
+    """The rest of the answer of `midway` is computed as that of a fresh request."""
+    await stream.wait_finished()
+    tokens = stream.request.output_token_ids
+    alone = await ended(engine, [*PROMPTS[1], *tokens[:begun]], max_tokens=40 - begun)
+    assert 5 <= begun < 40 and alone.output_token_ids == tokens[begun:]
+
+
+def test_nothing_is_computed_before_weights_that_were_dropped_have_come() -> None:
+    expected = answers_of(1)
+    tensors = weights_of(1)
+    others = {name: tensor for name, tensor in tensors.items() if name != NORM}
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200, max_running_requests=1) as engine:
+            stream = await midway(engine, salt="other")
+            queued, left = (engine.submit(PROMPTS[1], GREEDY) for _ in range(2))
+            await engine.weights.sleep(2)
+            begun, steps = stream.request.num_output_tokens, engine.stats().counters.num_steps
+            await engine.weights.wake()
+            await asyncio.sleep(0.1)
+            await engine.weights.update({NORM: tensors[NORM]}, partial=True)
+            with pytest.raises(CheckpointError, match="There is no group weights"):
+                await engine.weights.update_from_group("weights", infos())
+            await asyncio.sleep(0.1)
+            assert engine.stats().counters.num_steps == steps
+            left.abort()
+            await left.wait_finished()
+            await engine.weights.update(others, partial=True)
+            await check_goes_on(engine, stream, begun)
+            await queued.wait_finished()
+            assert queued.request.output_token_ids == expected[1][0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_for_which_one_rank_has_no_room_leaves_no_rank_with_zeros(level: int) -> None:
+    expected = answers_of(0, (("tp", 2),))
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200, tp=2) as engine:
+            stream = await midway(engine)
+            await engine.weights.begin()
+            begun = stream.request.num_output_tokens
+            with (
+                mock.patch.object(sleeping, "_copied", side_effect=RuntimeError("too little")),
+                pytest.raises(DeviceMemoryError, match="The host has no room"),
+            ):
+                await engine.weights.sleep(level)
+            await engine.weights.finish()
+            if level == 2:
+                with pytest.raises(WeightsIncompleteError, match="were dropped"):
+                    engine.submit(PROMPTS[0], GREEDY)
+                await engine.weights.update_from_files(str(folder_of(0)))
+            await check_goes_on(engine, stream, begun)
+            assert await answers(engine) == expected
+
+    asyncio.run(run())
+
+
+def test_a_model_that_fails_to_sleep_or_to_wake_is_asleep_and_can_do_both_again() -> None:
+    no_room = DeviceMemoryError("too little")
+
+    async def run() -> None:
+        async with engine_of(0, num_pages=200) as engine:
+            taker = engine.weights._taker
+            assert taker is not None
+            slept = taker.sleep
+
+            def sleep(drops_weights: bool) -> None:
+                slept(drops_weights)
+                raise no_room
+
+            stream = await midway(engine)
+            await engine.weights.begin()
+            begun = stream.request.num_output_tokens
+            with (
+                mock.patch.object(taker, "sleep", sleep),
+                mock.patch.object(taker, "wake", side_effect=no_room),
+                pytest.raises(DeviceMemoryError),
+            ):
+                await engine.weights.sleep()
+            await engine.weights.finish()
+            with pytest.raises(AsleepError):
+                engine.submit(PROMPTS[0], GREEDY)
+            with (
+                mock.patch.object(taker, "capture", side_effect=no_room),
+                pytest.raises(DeviceMemoryError),
+            ):
+                await engine.weights.wake()
+            await engine.weights.sleep(2)
+            check_memory(engine)
+            await engine.weights.wake()
+            await check_goes_on(engine, stream, begun)
 
     asyncio.run(run())
 

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from support.quantized import FORMATS, quantize
 from torch import Tensor, nn
 
 from minisgl.device.lanes import Lanes
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.errors import CheckpointError, DeviceMemoryError, UnsupportedModelError
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.layers.linear import Linear
 from minisgl.lora.products import AdaptedProduct
+from minisgl.models import sleeping
 from minisgl.models.filling import InMemory
 from minisgl.models.loader import load_model
 from minisgl.models.refilling import Refilling, TensorInfo
@@ -147,6 +150,46 @@ def test_refilled_weights_are_those_of_a_fresh_model(
     assert_same(model, fresh)
 
 
+def test_a_sleep_that_the_host_has_no_room_for_releases_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, refilling = loaded(checkpoints("qwen2", tmp_path)[0])
+    before = {name: number.clone() for name, number in numbers(model)}
+    last, copied = torch.ones(1), sleeping._copied  # no update brings it
+
+    def copied_but_the_last(storage: torch.UntypedStorage) -> list[Tensor]:
+        if storage.data_ptr() == last.data_ptr():
+            raise RuntimeError("no room")
+        return copied(storage)
+
+    refilling.memory = Sleep([[last], model], [], Lanes(CPU), lambda again: None)
+    monkeypatch.setattr(sleeping, "_copied", copied_but_the_last)
+    for drops_weights in (False, True):
+        with pytest.raises(DeviceMemoryError, match="The host has no room"):
+            refilling.sleep(drops_weights)
+        for name, number in numbers(model):
+            assert torch.equal(number, before[name]), name
+    assert not refilling.lacks()
+
+
+def test_what_has_no_room_to_wake_takes_none(tmp_path: Path) -> None:
+    model, refilling = loaded(checkpoints("qwen2", tmp_path)[0])
+    before = {name: number.clone() for name, number in numbers(model)}
+    storage = mock.Mock(**{"nbytes.return_value": 1})
+    cache: Any = SimpleNamespace(device=CPU, untyped_storage=lambda: storage)
+    state: Any = SimpleNamespace(tensors=[cache])
+    refilling.memory = Sleep([model], [state], Lanes(CPU), lambda again: None)
+    refilling.sleep(drops_weights=False)
+    storage.resize_.side_effect = [torch.OutOfMemoryError, None] * 2
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError, match="Too little memory"):
+            refilling.wake(["weights", "kv_cache"])
+        assert not any(number.untyped_storage().nbytes() for _, number in numbers(model))
+    refilling.wake(["weights"])
+    for name, number in numbers(model):
+        assert torch.equal(number, before[name]), name
+
+
 def test_products_behind_adapters_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +230,22 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         refill(refilling, tensors | {norm: tensors[norm] / 0})
     refill(refilling, tensors)
     assert_same(model, loaded(second)[0])
+
+
+def test_a_group_that_sends_a_wrong_number_first_changes_nothing(tmp_path: Path) -> None:
+    """Its other tensors are received, for which the others in the group wait."""
+    first, second = checkpoints("qwen2", tmp_path)
+    model, refilling = loaded(first)
+    tensors = tensors_of(second)
+    wrong, *others = tensors
+    sent = iter([tensors[wrong] / 0, *(tensors[name] for name in others)])
+    group: Any = SimpleNamespace(packed=False, receive=lambda expected, packed: sent)
+    refilling._groups["weights"] = group
+    refilling.begin(infos(tensors), partial=False)
+    with pytest.raises(CheckpointError, match=f"{wrong} has NaN or infinities"):
+        refilling.take_group("weights", infos(tensors), packed=False)
+    assert not [*sent] and not refilling.lacks()
+    assert_same(model, loaded(first)[0])
 
 
 def test_a_head_that_is_the_embedding_must_stay_it(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def _of_weights(method: str, runner: ModelRunner, *arguments: object) -> object:
 
 
 _METHODS = (
-    *("begin", "take_files", "end", "read", "sleep", "wake", "capture"),
+    *("begin", "take_files", "end", "lacks", "read", "sleep", "wake", "capture"),
     *("join", "take_group", "leave"),
 )
 # What rank 0 can have called on all ranks. Each may run beside the plans.
