@@ -23,6 +23,10 @@ EMBEDDING = tuple(  # networks of IPv6 whose addresses mean others, of IPv4
     ipaddress.IPv6Network(network)
     for network in ("::ffff:0:0/96", "::/96", "64:ff9b::/32", "2002::/16", "2001::/32")
 )
+SPECIAL = tuple(  # networks that Python takes for public
+    ipaddress.ip_network(network)
+    for network in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")
+)
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 
@@ -30,7 +34,7 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 def is_public(address: str) -> bool:
     """Whether an address is one of the public internet, and not one of this or a near network."""
     found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address) and any(found in each for each in EMBEDDING):
+    if any(found in each for each in (*EMBEDDING, *SPECIAL)):
         return False
     return found.is_global and not (found.is_multicast or found.is_reserved)
 
@@ -77,7 +81,7 @@ class Fetcher:
         import httpx
 
         asked = httpx.URL(url)
-        host = asked.host.lower()
+        host = asked.raw_host.decode("ascii").lower()  # in punycode, as name servers know it
         if host not in self._hosts:
             known = ", ".join(sorted(self._hosts)) or f"none ({OPTION} lists them)"
             refuse(f"is at a host that is not allowed; allowed: {known}, and data: URLs.")

@@ -79,10 +79,11 @@ async def test_an_image_is_fetched_from_a_listed_host(head: bytes) -> None:
     [
         *("127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1"),
         *("169.254.169.254", "100.64.0.1", "192.0.0.1", "198.18.0.1", "224.0.0.1", "239.1.1.1"),
-        *("240.0.0.1", "255.255.255.255", "192.0.2.1"),
+        *("240.0.0.1", "255.255.255.255", "192.0.2.1", "192.0.0.9", "192.88.99.1"),
         *("::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "::ffff:169.254.169.254", "::127.0.0.1"),
         *("64:ff9b::7f00:1", "64:ff9b:1::a9fe:a9fe", "2002:7f00:1::", "2001::1", "2001:db8::1"),
+        *("fec0::1", "feff::1", "3fff::1", "3fff:fff::1"),
     ],
 )
 async def test_an_address_that_is_not_public_is_not_connected_to(
@@ -140,6 +141,20 @@ async def test_a_host_that_is_not_listed_is_not_even_resolved(url: str) -> None:
     said = await refused(Fetcher([HOST], resolve=names), url)
     assert not names.asked
     assert "not allowed; allowed: " in said or "could not be fetched" in said
+
+
+@pytest.mark.parametrize(
+    "host", ["xn--bcher-kva.example", "XN--BCHER-KVA.example", "bücher.example"]
+)
+async def test_a_host_is_listed_and_resolved_by_its_name_in_punycode(host: str) -> None:
+    name = "xn--bcher-kva.example"
+    async with raw_server({"": HEAD + IMAGE}) as server:
+        names = Names(["127.0.0.1"])
+        fetcher = Fetcher([name], ports=[server.port], resolve=names, is_allowed=lambda _: True)
+        assert await fetcher.fetch(f"http://{host}:{server.port}/") == IMAGE
+        [head] = server.heads
+    assert names.asked == [name]
+    assert f"host: {name}:" in head.lower()
 
 
 async def test_without_listed_hosts_nothing_is_fetched() -> None:
