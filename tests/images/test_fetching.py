@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import httpx
@@ -279,12 +279,35 @@ async def test_names_are_resolved_by_the_system() -> None:
     assert MAX_BYTES == 16 << 20
 
 
+async def test_authorities_are_loaded_once_and_not_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    load = ssl.create_default_context
+
+    def loaded(*args: Any, **options: Any) -> ssl.SSLContext:
+        threads.append(threading.current_thread())
+        return load(*args, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", loaded)
+    async with raw_server({"": HEAD + IMAGE}) as server:
+        fetcher = fetcher_for(server, resolve=Names(*[["127.0.0.1"]] * 4))
+        url = url_of(server)
+        leaves = asyncio.ensure_future(fetcher.fetch(url))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert await asyncio.gather(*(fetcher.fetch(url) for _ in range(2))) == [IMAGE] * 2
+        assert await fetcher.fetch(url) == IMAGE
+    [thread] = threads
+    assert thread is not threading.main_thread()
+
+
 @pytest.mark.parametrize(("host", "is_its_own"), [("localhost", True), (HOST, False)])
 async def test_tls_asks_for_the_name_and_not_for_the_address(
     host: str, is_its_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trusted = ssl.create_default_context(cafile=CERTIFICATE)
-    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, verify=trusted))
+    monkeypatch.setattr(httpx, "create_ssl_context", lambda **_: trusted)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(CERTIFICATE, KEY)
     names: list[str | None] = []
