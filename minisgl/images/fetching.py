@@ -12,6 +12,8 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeAlias
 
 from minisgl.errors import InvalidRequestError
@@ -19,6 +21,7 @@ from minisgl.images.limits import MAX_BYTES, check_size, refuse
 
 PORTS = (80, 443)
 SECONDS = 10.0  # for all of an image, resolving its name included
+NUM_RESOLVERS = 32  # threads at most
 OPTION = "--image-hosts"
 EMBEDDING = tuple(  # networks of IPv6 whose addresses mean others, of IPv4
     ipaddress.IPv6Network(network)
@@ -40,11 +43,18 @@ def is_public(address: str) -> bool:
     return found.is_global and not (found.is_multicast or found.is_reserved)
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+class Resolver:
+    """Resolves names in threads of its own: a name server that is silent keeps them, not those that
+    others wait for."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_RESOLVERS, "minisgl-resolving")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a host. Raises OSError."""
+        find = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        return [str(address[0]) for *_, address in found]
 
 
 class Fetcher:
@@ -56,14 +66,14 @@ class Fetcher:
         *,
         is_allowed: Callable[[str], bool] = is_public,
         ports: Collection[int] = PORTS,
-        resolve: Resolve = resolve,
+        resolve: Resolve | None = None,
         seconds: float = SECONDS,
     ) -> None:
         """hosts: whose images are fetched, by their names."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._is_allowed = is_allowed
         self._ports = ports
-        self._resolve = resolve
+        self._resolve = resolve or Resolver()
         self._seconds = seconds
         self._trusted: asyncio.Future[ssl.SSLContext] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import threading
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ import httpx
 import pytest
 from support.raw_server import HEAD, RawServer, raw_server
 from support.tls import CERTIFICATE, KEY
+from support.waiting import LIMIT_S, until
 
 from minisgl.errors import InvalidRequestError
-from minisgl.images import fetching
-from minisgl.images.fetching import Fetcher, is_public
+from minisgl.images.fetching import Fetcher, Resolver, is_public
 from minisgl.images.limits import MAX_BYTES
 
 HOST = "images.example"
@@ -275,8 +276,30 @@ async def test_a_name_without_addresses_and_a_resolver_that_fails_are_refused() 
 
 
 async def test_names_are_resolved_by_the_system() -> None:
-    assert set(await fetching.resolve("localhost", 80)) <= {"127.0.0.1", "::1"}
+    assert set(await Resolver()("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert MAX_BYTES == 16 << 20
+
+
+async def test_a_name_server_that_is_silent_keeps_no_threads_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, asked = threading.Event(), threading.Semaphore(0)
+
+    def silent(*_: object, **__: object) -> list[object]:
+        asked.release()
+        gate.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    fetcher = Fetcher([HOST])
+    fetches = [asyncio.ensure_future(fetcher.fetch(f"http://{HOST}/")) for _ in range(64)]
+    try:
+        await until(lambda: asked.acquire(blocking=False))
+        assert not await asyncio.to_thread(gate.is_set)
+    finally:
+        gate.set()
+        found = await asyncio.gather(*fetches, return_exceptions=True)
+    assert all(isinstance(each, InvalidRequestError) for each in found)
 
 
 async def test_authorities_are_loaded_once_and_not_on_the_event_loop(
