@@ -78,6 +78,9 @@ def _sources(messages: Sequence[Mapping[str, Any]]) -> Iterator[ImageSource]:
                     raise InvalidRequestError(
                         PARAM, 'a part of type "image" must have an ImageSource as its "source".'
                     )
+                if not source.url and not source.data:
+                    with named(source):
+                        check_size(0)
                 yield source
 
 
