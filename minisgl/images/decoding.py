@@ -89,8 +89,9 @@ def _as_seen(image: Image, is_low: bool) -> Image:
 
     turn_upright(image)
     if image.mode.startswith("I"):  # grey of 16 bits, which Pillow cuts off at 255
-        grey = np.asarray(image).clip(0, MAX_16_BITS) >> 8
-        seen = PIL.Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+        grey = np.asarray(image).clip(0, MAX_16_BITS)
+        shown = np.where(grey == image.info.get("transparency", -1), MAX_16_BITS, grey) >> 8
+        seen = PIL.Image.fromarray(shown.astype(np.uint8)).convert("RGB")
     elif image.has_transparency_data:
         layer = image.convert("RGBA")
         seen = PIL.Image.new("RGB", layer.size, "white")

@@ -112,6 +112,8 @@ def test_grey_of_16_bits_keeps_its_shades() -> None:
     shades = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
     image = seen(encoded(Image.fromarray(shades)))
     assert np.asarray(image)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    clear = seen(encoded(Image.fromarray(shades), transparency=256))
+    assert np.asarray(clear)[0, :, 0].tolist() == [0, 0, 255, 128, 255]
     colour = png(1, 1, b"\x00" + struct.pack(">HHH", 65535, 32768, 0), bits=16)
     assert seen(colour).getpixel((0, 0)) == (255, 128, 0)
 

@@ -210,6 +210,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, said(RED_URL, role="developer"), "messages.1.content.0.type", "messages of the user"),
     (CHAT, said(RED_URL, role="assistant"), "messages.1.content.0.type", "messages of the user"),
     (CHAT, {**WITH_RED, "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "with images"),
+    (CHAT, {**WITH_RED, "add_special_tokens": True}, "add_special_tokens", "with images"),
+    ("/tokenize", {**WITH_RED, "add_special_tokens": True}, "add_special_tokens", "with images"),
     (RESPONSES, item(file_id="file-1"), "input[0].content[0].file_id", "address"),
     (RESPONSES, item(image_url="file:///x"), "input[0].content[0].image_url", "address"),
     (RESPONSES, item(image_url="x", detail="best"), "input[0].content[0].detail", "auto"),

@@ -222,6 +222,8 @@ async def tokenize(service: Service, asked: Asked[TokenizeRequest]) -> Response:
         token_ids = await engine.encode(body.prompt, add_special_tokens=special, any_length=True)
     else:
         conversation = await conversation_of(engine, body, service.reading, any_length=True)
+        if conversation.prompt.spans:
+            refuse_with_images(body)
         token_ids = _with_special(engine, body, conversation.prompt_token_ids)
     answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
     if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
