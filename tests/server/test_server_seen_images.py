@@ -280,6 +280,33 @@ def test_a_server_can_refuse_images_that_its_model_sees(server: Served[SeeingEng
     assert model["input_modalities"] == ["text", "image"]
 
 
+def test_images_are_shared_by_those_who_share_prefixes() -> None:
+    with served(seeing_engine, api_key=("one", "two")) as other, other.http() as http:
+        engine = other.engine
+
+        def namespace(path: str, key: str, **body: Any) -> bytes:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = http.post(path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return engine.namespaces[-1]
+
+        shared, max_tokens = {"messages": CHAT_MESSAGES}, {"max_tokens": 5}
+        found = set()
+        for key in ("one", "two"):
+            for salt in ({}, {"cache_salt": "a"}, {"extra_key": "b"}):
+                of_chats = namespace(CHAT, key, **shared, **salt)
+                assert of_chats == engine.prefix_namespaces[-1]
+                found.add(of_chats)
+                given = {"input": ITEMS, "truncation": "auto", **salt}
+                assert namespace(RESPONSES, key, **given) == of_chats
+                assert {*engine.namespaces[-2:]} == {of_chats}
+            of_key = namespace(CHAT, key, **shared)
+            assert namespace(MESSAGES, key, messages=BLOCKS, **max_tokens) == of_key
+            assert namespace("/v1/messages/count_tokens", key, messages=BLOCKS) == of_key
+            assert namespace("/tokenize", key, **shared) == of_key
+        assert len(found) == 6
+
+
 def test_a_body_may_be_as_large_as_any_other(server: Served[SeeingEngine]) -> None:
     image = bytes(MAX_BODY_BYTES * 3 // 4 - 3000)
     assert post(server, CHAT, said(image_url(data_url(image)))).status_code == 200
