@@ -538,12 +538,14 @@ class LLM:
         salt: str | None,
         lora: str | None,
     ) -> list[RequestOutput]:
-        prompts = [await self._read(messages, asked) for messages in conversations]
+        prompts = [await self._read(messages, asked, salt) for messages in conversations]
         params = [asked.params] * len(prompts)
         return await self._run(prompts, params, n, salt, lora, len(prompts) > 1)
 
-    async def _read(self, messages: Messages, asked: _Asked) -> _ReadPrompt:
-        conversation = await self._chats.read(messages, asked.tools, asked.variables)
+    async def _read(self, messages: Messages, asked: _Asked, salt: str | None) -> _ReadPrompt:
+        conversation = await self._chats.read(
+            messages, asked.tools, asked.variables, cache_salt=salt
+        )
         plan = await self._chats.plan(conversation, asked.params)
         return _ReadPrompt(conversation.prompt, plan)
 
@@ -562,7 +564,7 @@ class LLM:
         items = prompt if isinstance(prompt, str) else [*_iterate(prompt)]
         if isinstance(items, list) and any(isinstance(item, Mapping) for item in items):
             asked = self._ask(sampling_params, response_format, tools, options, template_kwargs)
-            read = await self._read(items, asked)
+            read = await self._read(items, asked, cache_salt)
             return await self._submit(read, asked.params, cache_salt, lora)
         of_chats = (tools or None, response_format, template_kwargs)
         names = ("tools", "response_format", "chat_template_kwargs")

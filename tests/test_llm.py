@@ -21,7 +21,7 @@ from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_matcher import held_to
 from support.serving import demo_engine, served
 
-from minisgl import LLM, MinisglError, RequestOutput, SamplingParams, StructuredOutput
+from minisgl import LLM, AsyncEngine, MinisglError, RequestOutput, SamplingParams, StructuredOutput
 from minisgl.errors import (
     ConfigError,
     ContextLengthError,
@@ -30,6 +30,7 @@ from minisgl.errors import (
     InvalidRequestError,
 )
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.request import EVERYONE, cache_namespace
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -66,6 +67,27 @@ def test_each_salt_has_its_own_prefix_cache(llm: LLM) -> None:
         assert (answer.num_cached_tokens > 0) == found
     with pytest.raises(InvalidRequestError, match=r"cache_salt: must have 1 to 256 characters"):
         cached(cache_salt="")
+
+
+def test_images_are_processed_within_the_namespace_of_their_prefix(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    encode = AsyncEngine.encode_conversation
+
+    async def noted(
+        engine: AsyncEngine, messages: Any, any_length: bool, namespace: bytes, /, **options: Any
+    ) -> Any:
+        seen.append(namespace)
+        return await encode(engine, messages, any_length, namespace, **options)
+
+    monkeypatch.setattr(AsyncEngine, "encode_conversation", noted)
+    question = [{"role": "user", "content": "Hello"}]
+    for salt in (None, "a"):
+        llm.chat(question, GREEDY, cache_salt=salt)
+        assert list(llm.stream(question, GREEDY, cache_salt=salt))
+        assert seen[-2:] == [cache_namespace(EVERYONE, salt)] * 2
+    assert seen[0] != seen[-1]
 
 
 def test_more_prompts_than_slots_run_each_with_its_own_parameters(llm: LLM) -> None:

@@ -50,11 +50,13 @@ async def read_conversation(
     options: Mapping[str, Any],
     any_length: bool = False,
     or_else: str = "",
+    namespace: bytes = b"",
 ) -> Conversation:
     """Tokenize a conversation, with the tools that it offers.
 
     fit: its messages, for a template with these facts. takes_facts: whether they depend on them.
-    or_else: what else a caller can do whose tools the template leaves out.
+    or_else: what else a caller can do whose tools the template leaves out. namespace: see
+    `encode_conversation`.
     Raises InvalidRequestError, and whatever `encode_conversation` does.
     """
     facts = await engine.template_facts() if takes_facts or tools is not None else TemplateFacts()
@@ -66,7 +68,7 @@ async def read_conversation(
                 f"out as well{or_else}.",
             )
         options = {**options, "tools": tools.described}
-    prompt = await engine.encode_conversation(fit(facts), any_length, **options)
+    prompt = await engine.encode_conversation(fit(facts), any_length, namespace, **options)
     return Conversation(prompt=prompt, tools=tools, facts=facts)
 
 

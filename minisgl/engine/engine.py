@@ -140,14 +140,17 @@ class AsyncEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
+        namespace: bytes = b"",
         /,
         **template_options: Any,
     ) -> Prompt:
         """Tokenize a conversation that may have images; raises as `encode` does.
 
         An image is a part of a message's content: {"type": "image", "source": ImageSource(...)}.
+        namespace: within which processed images are shared (`cache_namespace`).
         """
-        return await self._open_intake().images.prompt(messages, any_length, template_options)
+        images = self._open_intake().images
+        return await images.prompt(messages, any_length, template_options, namespace)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does with tools and reasoning. Raises EngineStoppedError."""

@@ -79,9 +79,16 @@ class Images:
             self._warming = asyncio.gather(*[start(self._line) for _ in range(NUM_PROCESSES)])
 
     async def prompt(
-        self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool,
+        options: Mapping[str, Any],
+        namespace: bytes = b"",
     ) -> Prompt:
-        """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does."""
+        """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does.
+
+        namespace: within which they are shared: the time of an image tells that it was processed
+        before."""
         sources = sources_of(messages)
         if sources and self._line is None:
             raise InvalidRequestError(PARAM, self._support.refusal)
@@ -93,7 +100,7 @@ class Images:
         if self._line is None or not sources:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
-        making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder))
+        making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder, namespace))
         # It may fail for a conversation that cannot be rendered, which is told alone.
         making.add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
@@ -143,6 +150,7 @@ class Images:
         line: WorkQueue[ImageProcessor],
         sources: Sequence[ImageSource],
         placeholder: Placeholder,
+        namespace: bytes,
     ) -> list[Picture]:
         """The images of a request. One after the other, since each leaves the next less room."""
         elsewhere = [source for source in sources if source.url]
@@ -154,7 +162,9 @@ class Images:
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                found = await self._picture(line, data, source, placeholder, room, is_only)
+                found = await self._picture(
+                    line, data, source, placeholder, room, is_only, namespace
+                )
                 pictures.append(found[0])
                 room -= found[1]
             return pictures
@@ -172,22 +182,24 @@ class Images:
         placeholder: Placeholder,
         room: int,
         is_only: bool,
+        namespace: bytes,
     ) -> tuple[Picture, int]:
         """An image, and its pixels, of which there may be as many as `room`. is_only: of its
         conversation, where that matters."""
         form = {"is_low": source.is_low, "is_only": is_only}
         work = partial(digest_of, data, placeholder.fingerprint, **form)
         digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
+        key = namespace + digest
 
         def process(processor: ImageProcessor) -> tuple[Picture, int]:
             # Another request may have had it processed while this one waited.
-            kept = self._kept.get(digest)
+            kept = self._kept.get(key)
             if kept is None or kept[1] > room:
                 kept = processor.process(data, digest, min(MAX_PIXELS, room), **form)
-                self._kept.put(*kept)
+                self._kept.put(key, *kept)
             return kept
 
-        found = self._kept.get(digest)
+        found = self._kept.get(key)
         if found is None or found[1] > room:
             if self._kept.num_other_bytes > MEMORY_SHARE * memory_bytes():
                 raise QueueFullError("Too many images are in the queue; try again later.")

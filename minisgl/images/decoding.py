@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import struct
 import warnings
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -47,13 +45,14 @@ def decode(data: bytes, max_pixels: int, *, is_low: bool) -> tuple[Image, int]:
             # Cameras store a second picture behind the first one (MPO), which is no animation.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
             image.load()
+            seen = None if animated else _as_seen(image, is_low)
         except MemoryError:
             raise
         except Exception:
             refuse(DAMAGED)
-        if animated:
+        if seen is None:
             refuse(f"is animated; allowed: {FORMAT_NAMES}.")
-        return _as_seen(image, is_low), num_pixels
+        return seen, num_pixels
 
 
 def _opened(data: bytes) -> Image:
@@ -70,17 +69,29 @@ def _opened(data: bytes) -> Image:
         refuse(DAMAGED)
 
 
+def turn_upright(image: Image) -> None:
+    """Turn an image, in place, as its EXIF says."""
+    from PIL import ImageOps
+
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:
+        # EXIF that cannot be read says nothing about the orientation. Where it can, the image is
+        # upright before Pillow writes the EXIF again, which fails for odd tags.
+        pass
+
+
 def _as_seen(image: Image, is_low: bool) -> Image:
     """The image upright, over white, and in RGB."""
     import PIL.Image
-    from PIL import ImageOps
 
-    # What cannot be read of EXIF says nothing about the orientation.
-    with contextlib.suppress(ValueError, TypeError, KeyError, SyntaxError, struct.error):
-        ImageOps.exif_transpose(image, in_place=True)
+    turn_upright(image)
     if image.mode.startswith("I"):  # grey of 16 bits, which Pillow cuts off at 255
-        grey = np.asarray(image).clip(0, MAX_16_BITS) >> 8
-        seen = PIL.Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+        grey = np.asarray(image).clip(0, MAX_16_BITS)
+        shown = np.where(grey == image.info.get("transparency", -1), MAX_16_BITS, grey) >> 8
+        seen = PIL.Image.fromarray(shown.astype(np.uint8)).convert("RGB")
     elif image.has_transparency_data:
         layer = image.convert("RGBA")
         seen = PIL.Image.new("RGB", layer.size, "white")

@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeAlias
 
 from minisgl.errors import InvalidRequestError
@@ -18,10 +21,15 @@ from minisgl.images.limits import MAX_BYTES, check_size, refuse
 
 PORTS = (80, 443)
 SECONDS = 10.0  # for all of an image, resolving its name included
+NUM_RESOLVERS = 32  # threads at most
 OPTION = "--image-hosts"
 EMBEDDING = tuple(  # networks of IPv6 whose addresses mean others, of IPv4
     ipaddress.IPv6Network(network)
     for network in ("::ffff:0:0/96", "::/96", "64:ff9b::/32", "2002::/16", "2001::/32")
+)
+SPECIAL = tuple(  # networks that Python takes for public
+    ipaddress.ip_network(network)
+    for network in ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20")
 )
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
@@ -30,16 +38,23 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 def is_public(address: str) -> bool:
     """Whether an address is one of the public internet, and not one of this or a near network."""
     found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address) and any(found in each for each in EMBEDDING):
+    if any(found in each for each in (*EMBEDDING, *SPECIAL)):
         return False
     return found.is_global and not (found.is_multicast or found.is_reserved)
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+class Resolver:
+    """Resolves names in threads of its own: a name server that is silent keeps them, not those that
+    others wait for."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_RESOLVERS, "minisgl-resolving")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a host. Raises OSError."""
+        find = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        return [str(address[0]) for *_, address in found]
 
 
 class Fetcher:
@@ -51,15 +66,16 @@ class Fetcher:
         *,
         is_allowed: Callable[[str], bool] = is_public,
         ports: Collection[int] = PORTS,
-        resolve: Resolve = resolve,
+        resolve: Resolve | None = None,
         seconds: float = SECONDS,
     ) -> None:
         """hosts: whose images are fetched, by their names."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._is_allowed = is_allowed
         self._ports = ports
-        self._resolve = resolve
+        self._resolve = resolve or Resolver()
         self._seconds = seconds
+        self._trusted: asyncio.Future[ssl.SSLContext] | None = None
 
     async def fetch(self, url: str) -> bytes:
         """The bytes at an address. Raises InvalidRequestError, without a word of the other side."""
@@ -77,7 +93,7 @@ class Fetcher:
         import httpx
 
         asked = httpx.URL(url)
-        host = asked.host.lower()
+        host = asked.raw_host.decode("ascii").lower()  # in punycode, as name servers know it
         if host not in self._hosts:
             known = ", ".join(sorted(self._hosts)) or f"none ({OPTION} lists them)"
             refuse(f"is at a host that is not allowed; allowed: {known}, and data: URLs.")
@@ -93,7 +109,9 @@ class Fetcher:
         target = asked.copy_with(host=addresses[0], port=port, fragment=None)
         headers = {"host": asked.netloc.decode("ascii"), "accept-encoding": "identity"}
         async with (
-            httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None) as client,
+            httpx.AsyncClient(
+                verify=await self._trust(), trust_env=False, follow_redirects=False, timeout=None
+            ) as client,
             client.stream(
                 "GET", target, headers=headers, extensions={"sni_hostname": host}
             ) as answer,
@@ -110,3 +128,12 @@ class Fetcher:
                     check_size(len(data))
         check_size(len(data))
         return bytes(data)
+
+    async def _trust(self) -> ssl.SSLContext:
+        """The authorities of certificates. Loaded once, in a thread: it takes some 20 ms."""
+        import httpx
+
+        if self._trusted is None:
+            load = asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
+            self._trusted = asyncio.ensure_future(load)
+        return await asyncio.shield(self._trusted)  # others wait for it, too

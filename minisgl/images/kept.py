@@ -12,7 +12,8 @@ KEPT_BYTES = 512 << 20
 
 
 class KeptPictures:
-    """Pictures by their digests, and their pixels; the least recently used go first."""
+    """Pictures by their keys, and their pixels; the least recently used go first. A key has the
+    digest, and the namespace whose requests share it."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -26,20 +27,20 @@ class KeptPictures:
         """Of the pictures that are not kept, and that requests have until they end."""
         return self._num_live_bytes - self._num_bytes
 
-    def get(self, digest: bytes) -> tuple[Picture, int] | None:
+    def get(self, key: bytes) -> tuple[Picture, int] | None:
         """A picture that is kept. May be called by any thread."""
         with self._lock:
-            found = self._kept.get(digest)
+            found = self._kept.get(key)
             if found is not None:
-                self._kept.move_to_end(digest)
+                self._kept.move_to_end(key)
             return found
 
-    def put(self, picture: Picture, num_pixels: int) -> None:
+    def put(self, key: bytes, picture: Picture, num_pixels: int) -> None:
         """Keep a picture, if it is not kept already. May be called by any thread."""
         with self._lock:
-            if picture.digest in self._kept:
+            if key in self._kept:
                 return
-            self._kept[picture.digest] = picture, num_pixels
+            self._kept[key] = picture, num_pixels
             self._num_bytes += _num_bytes(picture)
             self._num_live_bytes += _num_bytes(picture)
             weakref.finalize(picture, self._ended, _num_bytes(picture)).atexit = False

@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minisgl.errors import InvalidRequestError
-from minisgl.images.limits import FORMAT_NAMES, MAX_BYTES
+from minisgl.images.decoding import MAX_16_BITS, turn_upright
+from minisgl.images.limits import FORMAT_NAMES, MAX_BYTES, check_size, refuse
 from minisgl.images.source import IMAGE_PART, ImageSource
 
 ADDRESSES = ("data:", "http://", "https://")
@@ -25,6 +28,7 @@ MARKS = {
     "gif": re.compile(rb"GIF8[79]a"),
 }
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+TRANSPARENT_MODES = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}  # and what keeps as much of them
 FORMS = (
     'must be {"type": "image", "image": ...} with an image of Pillow, bytes or a path, or '
     '{"type": "image_url", "image_url": {"url": ...}} with an address or a path.'
@@ -110,7 +114,9 @@ def _source(part: Mapping[str, Any]) -> ImageSource:
                 return ImageSource.of_url(url, is_low=is_low)
             return ImageSource(read_image(url), is_low=is_low)
         case {"type": "image", "image": bytes() | bytearray() | memoryview() as data}:
-            return ImageSource(bytes(data))
+            data = bytes(data)
+            check_size(len(data))
+            return ImageSource(data)
         case {"type": "image", "image": str() | os.PathLike() as file}:
             return ImageSource(read_image(Path(file)))
         case {"type": "image", "image": image} if hasattr(image, "save") and hasattr(image, "mode"):
@@ -119,9 +125,22 @@ def _source(part: Mapping[str, Any]) -> ImageSource:
 
 
 def _as_png(image: Any) -> bytes:
-    """An image of Pillow as a file, without loss."""
-    if image.mode not in PNG_MODES:
-        image = image.convert("RGB")
+    """An image of Pillow as a file, upright, and without loss."""
     file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
+    try:
+        image = image.copy()  # the caller's stays as it is
+        turn_upright(image)
+        if image.mode not in PNG_MODES:
+            image = _of_png_mode(image)
+        image.save(file, "PNG", compress_level=1)
+    except (ValueError, OSError) as error:  # OSError: the file that it is read from
+        refuse(f"of Pillow cannot be used: {error}.")
     return file.getvalue()
+
+
+def _of_png_mode(image: Any) -> Any:
+    if image.mode.startswith("I"):  # of more bits than 8, at which Pillow cuts them off
+        from PIL import Image
+
+        return Image.fromarray(np.asarray(image).clip(0, MAX_16_BITS).astype(np.uint16))
+    return image.convert(TRANSPARENT_MODES.get(image.mode, "RGB"))

@@ -211,6 +211,18 @@ async def test_requests_at_once_process_an_image_of_both_once(qwen: Path) -> Non
         assert len({tuple(prompt.token_ids) for prompt in prompts}) == 1
 
 
+async def test_who_shares_no_prefixes_shares_no_processed_images(qwen: Path) -> None:
+    """Else the time of an image would tell that somebody else had sent it."""
+    processors = Processors()
+    asked = question(ImageSource(encoded(colourful(60, 60))))
+    async with images_of(qwen, make_processor=processors) as images:
+        prompts = [await images.prompt(asked, False, {}, each) for each in (b"a", b"b", b"a", b"")]
+    assert processors.num_images == 3
+    first, second, again, _ = (prompt.spans[0].picture for prompt in prompts)
+    assert first is again
+    assert first.digest == second.digest
+
+
 async def test_a_reduced_image_is_another_one(qwen: Path) -> None:
     data = encoded(colourful(700, 60))
     async with images_of(qwen) as images:
@@ -466,15 +478,15 @@ def test_kept_pictures_have_a_bound_in_bytes() -> None:
 
     kept = KeptPictures(max_bytes=250)
     first, second, third, large = map(picture, range(4))
-    kept.put(first, 1)
-    kept.put(second, 2)
+    kept.put(first.digest, first, 1)
+    kept.put(second.digest, second, 2)
     assert kept.get(first.digest) == (first, 1)
-    kept.put(third, 3)
+    kept.put(third.digest, third, 3)
     assert kept.get(second.digest) is None  # the least recently used
     assert kept.get(first.digest) is not None
-    kept.put(first, 1)
+    kept.put(first.digest, first, 1)
     large.inputs["pixel_values"].resize(300, refcheck=False)  # type: ignore[attr-defined]
-    kept.put(large, 4)
+    kept.put(large.digest, large, 4)
     assert all(kept.get(each.digest) is None for each in (first, second, third, large))
-    kept.put(second, 2)
+    kept.put(second.digest, second, 2)
     assert kept.get(second.digest) is not None

@@ -74,6 +74,24 @@ def test_exif_that_cannot_be_read_turns_nothing(exif: bytes) -> None:
     assert seen(encoded(image, exif=exif)).tobytes() == image.tobytes()
 
 
+def test_a_photograph_with_an_odd_tag_is_turned_upright() -> None:
+    tags = [(0x010F, 11, 1, struct.pack("<f", 1.0)), (ORIENTATION, 3, 1, struct.pack("<HH", 6, 0))]
+    exif = b"Exif\x00\x00II*\x00" + struct.pack("<LH", 8, len(tags))
+    exif += b"".join(struct.pack("<HHL", *tag) + value for *tag, value in tags) + bytes(4)
+    assert seen(encoded(Image.new("RGB", (4, 2)), "JPEG", exif=exif)).size == (2, 4)
+
+
+def test_memory_that_is_short_while_an_image_is_turned_is_not_its_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def turn(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", turn)
+    with pytest.raises(MemoryError):
+        seen(encoded(colourful(6, 4)))
+
+
 def test_what_is_transparent_is_seen_over_white() -> None:
     clear, half = (255, 0, 0, 0), (255, 0, 0, 128)
     layer = Image.new("RGBA", (2, 1), clear)
@@ -94,6 +112,8 @@ def test_grey_of_16_bits_keeps_its_shades() -> None:
     shades = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
     image = seen(encoded(Image.fromarray(shades)))
     assert np.asarray(image)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    clear = seen(encoded(Image.fromarray(shades), transparency=256))
+    assert np.asarray(clear)[0, :, 0].tolist() == [0, 0, 255, 128, 255]
     colour = png(1, 1, b"\x00" + struct.pack(">HHH", 65535, 32768, 0), bits=16)
     assert seen(colour).getpixel((0, 0)) == (255, 128, 0)
 
@@ -136,8 +156,9 @@ def test_a_strip_is_decoded_since_only_the_processor_knows_which_shapes_it_takes
         (encoded(colourful(90, 90), "GIF")[:900], "damaged or incomplete"),
         (png(9, 9, b"\x00" * 20), "damaged or incomplete"),
         (png(0, 9, b"\x00" * 20), "damaged or incomplete|no format"),
+        (png(3, 1, b"\x00" * 4, colour=3), "damaged or incomplete"),  # without its palette
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):

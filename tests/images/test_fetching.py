@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 from support.raw_server import HEAD, RawServer, raw_server
 from support.tls import CERTIFICATE, KEY
+from support.waiting import LIMIT_S, until
 
 from minisgl.errors import InvalidRequestError
-from minisgl.images import fetching
-from minisgl.images.fetching import Fetcher, is_public
+from minisgl.images.fetching import Fetcher, Resolver, is_public
 from minisgl.images.limits import MAX_BYTES
 
 HOST = "images.example"
@@ -79,10 +80,11 @@ async def test_an_image_is_fetched_from_a_listed_host(head: bytes) -> None:
     [
         *("127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1"),
         *("169.254.169.254", "100.64.0.1", "192.0.0.1", "198.18.0.1", "224.0.0.1", "239.1.1.1"),
-        *("240.0.0.1", "255.255.255.255", "192.0.2.1"),
+        *("240.0.0.1", "255.255.255.255", "192.0.2.1", "192.0.0.9", "192.88.99.1"),
         *("::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1"),
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "::ffff:169.254.169.254", "::127.0.0.1"),
         *("64:ff9b::7f00:1", "64:ff9b:1::a9fe:a9fe", "2002:7f00:1::", "2001::1", "2001:db8::1"),
+        *("fec0::1", "feff::1", "3fff::1", "3fff:fff::1"),
     ],
 )
 async def test_an_address_that_is_not_public_is_not_connected_to(
@@ -140,6 +142,20 @@ async def test_a_host_that_is_not_listed_is_not_even_resolved(url: str) -> None:
     said = await refused(Fetcher([HOST], resolve=names), url)
     assert not names.asked
     assert "not allowed; allowed: " in said or "could not be fetched" in said
+
+
+@pytest.mark.parametrize(
+    "host", ["xn--bcher-kva.example", "XN--BCHER-KVA.example", "bücher.example"]
+)
+async def test_a_host_is_listed_and_resolved_by_its_name_in_punycode(host: str) -> None:
+    name = "xn--bcher-kva.example"
+    async with raw_server({"": HEAD + IMAGE}) as server:
+        names = Names(["127.0.0.1"])
+        fetcher = Fetcher([name], ports=[server.port], resolve=names, is_allowed=lambda _: True)
+        assert await fetcher.fetch(f"http://{host}:{server.port}/") == IMAGE
+        [head] = server.heads
+    assert names.asked == [name]
+    assert f"host: {name}:" in head.lower()
 
 
 async def test_without_listed_hosts_nothing_is_fetched() -> None:
@@ -260,8 +276,53 @@ async def test_a_name_without_addresses_and_a_resolver_that_fails_are_refused() 
 
 
 async def test_names_are_resolved_by_the_system() -> None:
-    assert set(await fetching.resolve("localhost", 80)) <= {"127.0.0.1", "::1"}
+    assert set(await Resolver()("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert MAX_BYTES == 16 << 20
+
+
+async def test_a_name_server_that_is_silent_keeps_no_threads_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, asked = threading.Event(), threading.Semaphore(0)
+
+    def silent(*_: object, **__: object) -> list[object]:
+        asked.release()
+        gate.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    fetcher = Fetcher([HOST])
+    fetches = [asyncio.ensure_future(fetcher.fetch(f"http://{HOST}/")) for _ in range(64)]
+    try:
+        await until(lambda: asked.acquire(blocking=False))
+        assert not await asyncio.to_thread(gate.is_set)
+    finally:
+        gate.set()
+        found = await asyncio.gather(*fetches, return_exceptions=True)
+    assert all(isinstance(each, InvalidRequestError) for each in found)
+
+
+async def test_authorities_are_loaded_once_and_not_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    load = ssl.create_default_context
+
+    def loaded(*args: Any, **options: Any) -> ssl.SSLContext:
+        threads.append(threading.current_thread())
+        return load(*args, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", loaded)
+    async with raw_server({"": HEAD + IMAGE}) as server:
+        fetcher = fetcher_for(server, resolve=Names(*[["127.0.0.1"]] * 4))
+        url = url_of(server)
+        leaves = asyncio.ensure_future(fetcher.fetch(url))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert await asyncio.gather(*(fetcher.fetch(url) for _ in range(2))) == [IMAGE] * 2
+        assert await fetcher.fetch(url) == IMAGE
+    [thread] = threads
+    assert thread is not threading.main_thread()
 
 
 @pytest.mark.parametrize(("host", "is_its_own"), [("localhost", True), (HOST, False)])
@@ -269,7 +330,7 @@ async def test_tls_asks_for_the_name_and_not_for_the_address(
     host: str, is_its_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trusted = ssl.create_default_context(cafile=CERTIFICATE)
-    monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, verify=trusted))
+    monkeypatch.setattr(httpx, "create_ssl_context", lambda **_: trusted)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(CERTIFICATE, KEY)
     names: list[str | None] = []

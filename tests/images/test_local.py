@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from minisgl.errors import InvalidRequestError
-from minisgl.images.limits import MAX_BYTES
+from minisgl.images.decoding import decode
+from minisgl.images.limits import MAX_BYTES, MAX_PIXELS
 from minisgl.images.local import address_of, with_sources
-from minisgl.images.source import ImageSource
+from minisgl.images.source import ImageSource, sources_of
 
 
 def png(mode: str = "RGB", size: tuple[int, int] = (2, 3)) -> bytes:
@@ -53,6 +56,63 @@ def test_an_image_of_pillow_becomes_a_file_of_the_same_pixels(mode: str) -> None
     found = Image.open(io.BytesIO(source_of({"type": "image", "image": image}).data))
     assert found.size == (4, 5)
     assert found.convert("RGB").tobytes() == image.convert("RGB").tobytes()
+
+
+def decoded(image: Image.Image) -> Image.Image:
+    source = source_of({"type": "image", "image": image})
+    return decode(source.data, MAX_PIXELS, is_low=False)[0]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_an_image_of_pillow_is_turned_upright(odd: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the orientation
+    kept = exif.tobytes()
+    if odd:  # of another type than the tag has
+        tags = struct.pack("<HHLf", 0x010F, 11, 1, 1.0) + struct.pack("<HHLHH", 0x0112, 3, 1, 6, 0)
+        kept = b"Exif\x00\x00II*\x00" + struct.pack("<LH", 8, 2) + tags + bytes(4)
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2)).save(file, "JPEG", exif=kept)
+    image = Image.open(file)
+    assert decoded(image).size == (2, 4)
+    assert image.size == (4, 2) and image.getexif()[0x0112] == 6
+
+
+@pytest.mark.parametrize("mode", ["LA", "La", "PA", "RGBA", "RGBa"])
+def test_what_is_transparent_stays_so(mode: str) -> None:
+    assert decoded(Image.new(mode, (2, 2))).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B", "I;16L"])
+def test_grey_of_more_bits_than_8_keeps_its_shades(mode: str) -> None:
+    assert decoded(Image.new(mode, (2, 2), 0x8000)).getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_grey_beyond_16_bits_is_cut_off() -> None:
+    assert decoded(Image.new("I", (2, 2), 1 << 20)).getpixel((0, 0)) == (255, 255, 255)
+    assert decoded(Image.new("I", (2, 2), -5)).getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_an_image_of_pillow_may_take_more_bytes_than_a_file() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (2400, 2400, 3), dtype=np.uint8)
+    content = [{"type": "image", "image": Image.fromarray(noise)}]
+    [source] = sources_of(with_sources([{"role": "user", "content": content}]))
+    assert len(source.data) > MAX_BYTES
+
+
+def test_images_without_bytes_or_pixels_are_refused() -> None:
+    cut = io.BytesIO(png(size=(90, 90))[:-30])
+    for image, words in (
+        (b"", "is empty; allowed"),
+        (ImageSource(), "is empty; allowed"),
+        (bytes(MAX_BYTES + 1), "allowed: 16 MiB an image"),
+        (Image.new("RGB", (0, 5)), "of Pillow cannot be used: cannot write empty image"),
+        (Image.open(cut), "of Pillow cannot be used"),
+    ):
+        part = {"type": "image", "source" if isinstance(image, ImageSource) else "image": image}
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            sources_of(with_sources([{"role": "user", "content": [part]}]))
+        assert caught.value.param == "messages[0].content[0]"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ TEXT = base64.b64encode(DATA).decode()
         f"data:image/jpeg;name=a.jpg;base64,{TEXT}",
         f"data:image/png;base64,{TEXT[:76]}\r\n{TEXT[76:]}\n",
         f"data:image/webp;base64,{TEXT.replace('=', '%3D')}",
+        f"data:image/webp;base64,{TEXT.replace('=', '%3D')}%0A",
+        f"data:image/png;base64,{' '.join(TEXT)}\t\v\f",
     ],
 )
 def test_a_data_url_has_the_bytes_of_an_image(url: str) -> None:
@@ -77,6 +80,31 @@ def test_the_text_of_an_image_is_limited_before_it_is_decoded(
     monkeypatch.setattr(base64, "b64decode", None)
     with pytest.raises(InvalidRequestError, match="allowed: 16 MiB an image"):
         ImageSource.of_url(url + "A" * 2 * MAX_BYTES)
+
+
+def test_only_the_padding_of_a_long_text_is_unquoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    unquoted: list[str] = []
+
+    def unquote(text: str) -> str:
+        unquoted.append(text)
+        return text
+
+    monkeypatch.setattr("minisgl.images.source.unquote", unquote)
+    with pytest.raises(InvalidRequestError, match="not valid base64"):
+        ImageSource.of_url("data:image/png;base64," + "%41" * 10_000)
+    assert unquoted == ["%41%41%41"]
+
+
+def test_white_space_is_taken_out_without_a_string_for_each_piece() -> None:
+    num_pieces = 100_000
+    url = "data:image/png;base64," + "AAAA " * num_pieces
+    tracemalloc.start()
+    try:
+        assert len(ImageSource.of_url(url).data) == 3 * num_pieces
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 5 * len(url)  # a string of its own takes more than 50 bytes
 
 
 def image(number: int) -> dict[str, Any]:

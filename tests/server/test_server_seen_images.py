@@ -210,6 +210,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, said(RED_URL, role="developer"), "messages.1.content.0.type", "messages of the user"),
     (CHAT, said(RED_URL, role="assistant"), "messages.1.content.0.type", "messages of the user"),
     (CHAT, {**WITH_RED, "truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "with images"),
+    (CHAT, {**WITH_RED, "add_special_tokens": True}, "add_special_tokens", "with images"),
+    ("/tokenize", {**WITH_RED, "add_special_tokens": True}, "add_special_tokens", "with images"),
     (RESPONSES, item(file_id="file-1"), "input[0].content[0].file_id", "address"),
     (RESPONSES, item(image_url="file:///x"), "input[0].content[0].image_url", "address"),
     (RESPONSES, item(image_url="x", detail="best"), "input[0].content[0].detail", "auto"),
@@ -276,6 +278,33 @@ def test_a_server_can_refuse_images_that_its_model_sees(server: Served[SeeingEng
     with server.http() as http:
         [model] = http.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text", "image"]
+
+
+def test_images_are_shared_by_those_who_share_prefixes() -> None:
+    with served(seeing_engine, api_key=("one", "two")) as other, other.http() as http:
+        engine = other.engine
+
+        def namespace(path: str, key: str, **body: Any) -> bytes:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = http.post(path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return engine.namespaces[-1]
+
+        shared, max_tokens = {"messages": CHAT_MESSAGES}, {"max_tokens": 5}
+        found = set()
+        for key in ("one", "two"):
+            for salt in ({}, {"cache_salt": "a"}, {"extra_key": "b"}):
+                of_chats = namespace(CHAT, key, **shared, **salt)
+                assert of_chats == engine.prefix_namespaces[-1]
+                found.add(of_chats)
+                given = {"input": ITEMS, "truncation": "auto", **salt}
+                assert namespace(RESPONSES, key, **given) == of_chats
+                assert {*engine.namespaces[-2:]} == {of_chats}
+            of_key = namespace(CHAT, key, **shared)
+            assert namespace(MESSAGES, key, messages=BLOCKS, **max_tokens) == of_key
+            assert namespace("/v1/messages/count_tokens", key, messages=BLOCKS) == of_key
+            assert namespace("/tokenize", key, **shared) == of_key
+        assert len(found) == 6
 
 
 def test_a_body_may_be_as_large_as_any_other(server: Served[SeeingEngine]) -> None:

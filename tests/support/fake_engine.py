@@ -379,6 +379,7 @@ class FakeEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
+        namespace: bytes = b"",
         /,
         **template_options: Any,
     ) -> Prompt:

@@ -13,6 +13,7 @@ from minisgl.errors import InvalidRequestError
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import ImageSource, sources_of
+from minisgl.request import cache_namespace
 
 PAD = "<|image_pad|>"
 NUM_ROWS = 4
@@ -37,21 +38,30 @@ class SeeingEngine(ScriptedEngine):
         super().__init__(qwen(template, PAD), **options)
         self.pad: int = self.tokenizer.encode(PAD, add_special_tokens=False)[0]
         self.sources: list[list[ImageSource]] = []  # of each conversation
+        self.namespaces: list[bytes] = []
+        self.prefix_namespaces: list[bytes] = []  # of each request
 
     async def encode_conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
+        namespace: bytes = b"",
         /,
         **template_options: Any,
     ) -> Prompt:
         sources = sources_of(messages)
         self.sources.append(sources)
+        self.namespaces.append(namespace)
         rendered = await self.encode_chat(messages, any_length, **template_options)
         try:
             return Prompt(*with_pictures(rendered, self.pad, [*map(self._picture, sources)]))
         except ValueError as error:
             raise InvalidRequestError("messages", f"have {error}.") from error
+
+    def submit(self, *arguments: Any, **options: Any) -> Any:
+        tenant, salt = options["tenant"], options["cache_salt"]
+        self.prefix_namespaces.append(cache_namespace(tenant, salt))
+        return super().submit(*arguments, **options)
 
     def _picture(self, source: ImageSource) -> Picture:
         said = source.data or source.url.encode()

@@ -86,7 +86,7 @@ class FakeEngine:
         return await asyncio.to_thread(self.tokenizer.chat, messages)
 
     async def encode_conversation(
-        self, messages: Sequence[dict[str, str]], any_length: bool
+        self, messages: Sequence[dict[str, str]], any_length: bool, namespace: bytes
     ) -> Prompt:
         return Prompt(await self.encode_chat(messages, any_length))
 

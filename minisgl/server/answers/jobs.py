@@ -11,7 +11,12 @@ from minisgl.errors import InvalidRequestError
 from minisgl.parts.scores.host import check_num_top
 from minisgl.request import EVERYONE, MAX_INTEGER, Extra, SamplingParams, Tenant
 from minisgl.server.answers.plan import AnswerStyle
-from minisgl.server.requests.request_types import NUM_LOGPROBS, ChatRequest, CompletionRequest
+from minisgl.server.requests.request_types import (
+    NUM_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from minisgl.text.parsing.answer import AnswerParser
 
 if TYPE_CHECKING:  # it imports torch
@@ -100,15 +105,11 @@ def check_num_logprobs(body: ChatRequest | CompletionRequest, most: int) -> None
             check_num_top(name, asked, most)
 
 
-def refuse_with_images(body: ChatRequest) -> None:
+def refuse_with_images(body: ChatRequest | TokenizeRequest) -> None:
     """Raise InvalidRequestError for what a prompt with images cannot have."""
-    if body.add_special_tokens:
-        raise InvalidRequestError(
-            "add_special_tokens", "is not supported for messages with images."
-        )
-    if body.truncate_prompt_tokens is not None:
-        reason = "is not supported for messages with images."
-        raise InvalidRequestError("truncate_prompt_tokens", reason)
+    for name in ("add_special_tokens", "truncate_prompt_tokens"):
+        if getattr(body, name, None) not in (None, False):
+            raise InvalidRequestError(name, "is not supported for messages with images.")
 
 
 def jobs_of(

@@ -48,7 +48,7 @@ async def decisions(service: Service, asked: Asked[DecisionRequest]) -> Response
         request = ResponsesRequest(input="", reasoning=NO_THINKING)
         chat = chat_of(request, [*placed, (asking, f"questions.{index}")], ToolBox(()))
         with chat.fields_named():
-            conversation = await conversation_of(engine, chat.body, service.reading)
+            conversation = await conversation_of(engine, chat.body, service.reading, asked.client)
         if conversation.prompt.spans:
             raise InvalidRequestError("input", "cannot have images.")
         prompts.append(conversation.prompt_token_ids)

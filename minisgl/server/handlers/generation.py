@@ -137,7 +137,7 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
         )
     with chat.fields_named():
         if body.truncation == "auto":
-            chat = await shortened(chat, engine, service.reading)
+            chat = await shortened(chat, engine, service.reading, asked.client)
         plan, (job,) = await _chat_jobs(service, asked, chat.body)
     keeps, keep = service.store.is_on and body.store is not False, partial(history.keep, body)
     reply = ResponsesReply(
@@ -210,7 +210,7 @@ async def count_tokens(service: Service, asked: Asked[CountTokensRequest]) -> Re
         chat.body.sampling(asked.engine.defaults)  # refuses what the request itself would be,
         constraint_of(chat.body)  # and so does this
         conversation = await conversation_of(
-            asked.engine, chat.body, service.reading, any_length=True
+            asked.engine, chat.body, service.reading, asked.client, any_length=True
         )
     return json_response(TokenCount(len(conversation.prompt_token_ids)))
 
@@ -221,7 +221,11 @@ async def tokenize(service: Service, asked: Asked[TokenizeRequest]) -> Response:
         special = body.add_special_tokens is not False
         token_ids = await engine.encode(body.prompt, add_special_tokens=special, any_length=True)
     else:
-        conversation = await conversation_of(engine, body, service.reading, any_length=True)
+        conversation = await conversation_of(
+            engine, body, service.reading, asked.client, any_length=True
+        )
+        if conversation.prompt.spans:
+            refuse_with_images(body)
         token_ids = _with_special(engine, body, conversation.prompt_token_ids)
     answer = answer_types.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
     if body.return_token_strs and (tokenizer := engine.tokenizer) is not None:
@@ -287,6 +291,7 @@ async def _chat_jobs(
         engine,
         body,
         service.reading,
+        asked.client,
         parallel=body.parallel_tool_calls,
         any_length=body.truncate_prompt_tokens is not None,
     )

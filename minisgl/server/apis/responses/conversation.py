@@ -193,13 +193,15 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return format
 
 
-async def shortened(chat: TranslatedChat, engine: AsyncEngine, reading: Reading) -> TranslatedChat:
+async def shortened(
+    chat: TranslatedChat, engine: AsyncEngine, reading: Reading, client: str
+) -> TranslatedChat:
     """The chat with as much of its end as fits beside its instructions and its answer.
 
     It begins with a message of the user, so that no result of a tool is without its call. If not
     even the last one fits, the chat is unchanged, and refused like any other.
     """
-    if await _fits(chat, engine, reading):
+    if await _fits(chat, engine, reading, client):
         return chat
     num_kept = [turn.role in SYSTEM_ROLES for turn in chat.turns].index(False)
     users = [place for place, turn in enumerate(chat.turns) if turn.role == "user"]
@@ -207,7 +209,7 @@ async def shortened(chat: TranslatedChat, engine: AsyncEngine, reading: Reading)
     first_fit, end = 0, len(places)
     while first_fit < end:  # what follows a beginning that fits, fits as well
         middle = (first_fit + end) // 2
-        if await _fits(_without(chat, num_kept, places[middle]), engine, reading):
+        if await _fits(_without(chat, num_kept, places[middle]), engine, reading, client):
             end = middle
         else:
             first_fit = middle + 1
@@ -221,10 +223,12 @@ def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
     return replace(chat, body=body, turns=turns)
 
 
-async def _fits(chat: TranslatedChat, engine: AsyncEngine, reading: Reading) -> bool:
+async def _fits(chat: TranslatedChat, engine: AsyncEngine, reading: Reading, client: str) -> bool:
     body = chat.body
     try:
-        found = await conversation_of(engine, body, reading, parallel=body.parallel_tool_calls)
+        found = await conversation_of(
+            engine, body, reading, client, parallel=body.parallel_tool_calls
+        )
     except (ContextLengthError, TextTooLongError):
         return False
     room = engine.capacity.max_seq_len - len(found.prompt_token_ids)
