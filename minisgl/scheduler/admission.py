@@ -90,11 +90,12 @@ class Admission:
 
     def _waits_for_a_part(self, waiting: Waiting, kept_for_one: set[Part]) -> bool:
         """Whether a part that a request asks something of must get ready first. One that was passed
-        over too often is passed by no other that concerns the part, as `kept_for_one` notes."""
+        over too often is passed by no other that concerns the part, as `kept_for_one` notes, but by
+        those that hold already what it waits for."""
         for part in self._parts:
             if not part.concerns(waiting.request):
                 continue
-            if part in kept_for_one:
+            if part in kept_for_one and not part.holds(waiting.request):
                 return True
             if not part.admits(waiting.request, self._slots.running):
                 if waiting.num_overtaken >= MAX_OVERTAKEN:

@@ -45,6 +45,11 @@ class Part:
         it is asked again. running: those that run."""
         return True
 
+    def holds(self, request: Request) -> bool:
+        """Whether it keeps for a waiting request all that the request needs of it. Such a request
+        may always join: otherwise one that needs what is kept would wait for it for ever."""
+        return False
+
     @property
     def wants_step(self) -> bool:
         """Whether it has something for a step that computes nothing."""

@@ -248,6 +248,10 @@ class Images(Part):
             self._add(of, picture).users.add(request)
         return all(self._entries[of].is_ready for of in pictures)
 
+    def holds(self, request: Request) -> bool:
+        entries = [self._entries.get(of) for of, _ in _images(request)]
+        return all(each is not None and request in each.users for each in entries)
+
     def _add(self, of: _Of, picture: Picture) -> _Entry:
         self._last_number += 1
         first = len(self._free) - picture.num_rows
