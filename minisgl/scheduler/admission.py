@@ -36,8 +36,10 @@ class Admission:
         self._kv = kv
         self._waiting = waiting
         self._slots = slots
-        # Those that may refuse one.
+        # Those that may refuse one. First those that keep what waiting requests need: a request for
+        # which they have no room must not take from one that they have room for what others give.
         self._parts = [part for part in parts if type(part).admits is not Part.admits]
+        self._parts.sort(key=lambda part: type(part).holds is Part.holds)
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
 
     def admit(self, work: StepWork) -> list[Running]:

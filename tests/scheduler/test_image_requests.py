@@ -131,6 +131,18 @@ def test_requests_that_have_their_rows_join_before_one_that_waits_for_them() -> 
     bench.run([*first, large, *small, text])
 
 
+def test_a_request_without_room_for_its_images_takes_no_adapter_from_one_that_has_its_rows() -> (
+    None
+):
+    bench = Bench(num_places=1)
+    bench.run([bench.submit(tenant=Tenant("had its turn"))])
+    small = bench.submit(picture("small", 4), adapter=1, tenant=Tenant("had its turn"))
+    while not bench.images.holds(small):
+        bench.step()
+    large = bench.submit(picture("large", 9), picture("too", 9), adapter=2, tenant=Tenant("next"))
+    bench.run([small, large])
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_requests_with_images_serves_each(seed: int) -> None:
@@ -139,7 +151,7 @@ def test_any_schedule_of_requests_with_images_serves_each(seed: int) -> None:
         num_slots=rng.randint(1, 8),
         num_pages=rng.choice([20, 40, 200]),
         client_share=rng.choice([0.5, 1]),
-        num_places=0,
+        num_places=rng.choice([0, 0, 1, 2]),
     )
     num_tenants = rng.choice([1, 2, 50])
     with_client = rng.random() < 0.5
