@@ -143,6 +143,14 @@ def test_a_request_without_room_for_its_images_takes_no_adapter_from_one_that_ha
     bench.run([small, large])
 
 
+def test_an_image_keeps_no_request_that_has_ended() -> None:
+    bench = Bench()
+    for _ in range(50):
+        bench.run([bench.submit(picture("the same", 4))])
+    (entry,) = bench.images._entries.values()
+    assert len(entry.users) <= 1
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_requests_with_images_serves_each(seed: int) -> None:

@@ -168,6 +168,11 @@ class _Entry:
     is_ready: bool = False
     users: set[Request] = field(default_factory=set)  # that may still read it
 
+    def add_user(self, request: Request) -> None:
+        if request not in self.users:  # others have ended: they would be kept as long as the image
+            self.users = {each for each in self.users if not each.finished}
+            self.users.add(request)
+
 
 class Blind(Part):
     """Of a model that takes no images."""
@@ -239,13 +244,13 @@ class Images(Part):
         new = {of: picture for of, picture in pictures.items() if of not in self._entries}
         for of in pictures.keys() - new.keys():
             self._entries[of] = self._entries.pop(of)  # it is used
-            self._entries[of].users.add(request)
+            self._entries[of].add_user(request)
         if not self._make_room(sum(each.num_rows for each in new.values()), running):
             for of in pictures.keys() - new.keys():  # which another may need meanwhile
                 self._entries[of].users.discard(request)
             return False
         for of, picture in new.items():
-            self._add(of, picture).users.add(request)
+            self._add(of, picture).add_user(request)
         return all(self._entries[of].is_ready for of in pictures)
 
     def holds(self, request: Request) -> bool:
