@@ -66,7 +66,7 @@ class Admission:
             if self._slots.has_its_share(waiting.client):
                 barred.add(waiting.client)
                 continue
-            if self._waits_for_a_part(waiting, kept_for_one):
+            if self._waits_for_a_part(waiting, kept_for_one, barred):
                 if len(postponed) == MAX_POSTPONED:
                     break
                 postponed.append(waiting)
@@ -90,7 +90,9 @@ class Admission:
             self._waiting.admitted(admitted, postponed)
         return joined
 
-    def _waits_for_a_part(self, waiting: Waiting, kept_for_one: set[Part]) -> bool:
+    def _waits_for_a_part(
+        self, waiting: Waiting, kept_for_one: set[Part], barred: set[str]
+    ) -> bool:
         """Whether a part that a request asks something of must get ready first. One that was passed
         over too often is passed by no other that concerns the part, as `kept_for_one` notes, but by
         those that hold already what it waits for."""
@@ -99,7 +101,7 @@ class Admission:
                 continue
             if part in kept_for_one and not part.holds(waiting.request):
                 return True
-            if not part.admits(waiting.request, self._slots.running):
+            if not part.admits(waiting.request, self._slots.running, barred):
                 if waiting.num_overtaken >= MAX_OVERTAKEN:
                     kept_for_one.add(part)
                 return True

@@ -151,6 +151,21 @@ def test_an_image_keeps_no_request_that_has_ended() -> None:
     assert len(entry.users) <= 1
 
 
+def test_a_client_that_may_have_no_more_join_keeps_no_rows_from_others() -> None:
+    bench = Bench(client_share=0.5)
+    held = [
+        bench.submit(picture(str(number), 2), max_tokens=40, tenant=Tenant("held"))
+        for number in range(20)
+    ]
+    for _ in range(20):
+        bench.step()
+    other = bench.submit(picture("other", 10), tenant=Tenant("other"))
+    for _ in range(10):
+        bench.step()
+    assert other.finished and not any(request.finished for request in held)
+    bench.run(held)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_requests_with_images_serves_each(seed: int) -> None:

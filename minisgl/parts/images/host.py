@@ -8,7 +8,7 @@ computed. Where no request has rows, it joins once the tower's work is queued.""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -193,7 +193,7 @@ class Blind(Part):
 class Images(Part):
     """Gives rows of a buffer to the images of requests, the least recently used of which are given
     up first. Rows are locked from the first request that asks for them until no request that did
-    will read them any more."""
+    will read them any more. One that waits while its client may have no more join locks none."""
 
     kind = Pictured
     is_always = True
@@ -239,13 +239,15 @@ class Images(Part):
                     )
         return given
 
-    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+    def admits(
+        self, request: Request, running: Iterable[Running], barred: Collection[str] = ()
+    ) -> bool:
         pictures = {of: span.picture for of, span in _images(request)}
         new = {of: picture for of, picture in pictures.items() if of not in self._entries}
         for of in pictures.keys() - new.keys():
             self._entries[of] = self._entries.pop(of)  # it is used
             self._entries[of].add_user(request)
-        if not self._make_room(sum(each.num_rows for each in new.values()), running):
+        if not self._make_room(sum(each.num_rows for each in new.values()), running, barred):
             for of in pictures.keys() - new.keys():  # which another may need meanwhile
                 self._entries[of].users.discard(request)
             return False
@@ -266,12 +268,16 @@ class Images(Part):
         self._on_way[entry.number] = of
         return entry
 
-    def _make_room(self, num_rows: int, running: Iterable[Running]) -> bool:
+    def _make_room(
+        self, num_rows: int, running: Iterable[Running], barred: Collection[str]
+    ) -> bool:
         """Free so many rows, if that is possible."""
         if len(self._free) >= num_rows:
             return True
         by_request = {each.request: each for each in running}
-        unused = [of for of, each in self._entries.items() if not _is_locked(each, by_request, of)]
+        unused = [
+            of for of, each in self._entries.items() if not _is_locked(each, by_request, of, barred)
+        ]
         if len(self._free) + sum(len(self._entries[of].rows) for of in unused) < num_rows:
             return False
         for of in unused:
@@ -432,8 +438,11 @@ def _offset(running: Running) -> int:
     return 0 if pictured is None else pictured.offset
 
 
-def _is_locked(entry: _Entry, running: dict[Request, Running], of: _Of) -> bool:
-    """Whether a request may still read the rows of an image. Forgets the others."""
+def _is_locked(
+    entry: _Entry, running: dict[Request, Running], of: _Of, barred: Collection[str]
+) -> bool:
+    """Whether a request may still read the rows of an image, and may join if it waits. Forgets
+    those that will not read them."""
 
     def may_read(request: Request) -> bool:
         # While it waits, weights may be replaced: then it has another namespace.
@@ -443,7 +452,8 @@ def _is_locked(entry: _Entry, running: dict[Request, Running], of: _Of) -> bool:
         return running[request].num_scheduled < last
 
     entry.users = {request for request in entry.users if may_read(request)}
-    return bool(entry.users) or bool(entry.begun and not entry.is_ready)
+    locking = (each in running or each.tenant.client not in barred for each in entry.users)
+    return any(locking) or bool(entry.begun and not entry.is_ready)
 
 
 def _arrays(picture: Picture) -> Iterator[Array]:
