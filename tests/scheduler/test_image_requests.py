@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.errors import StepError
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.parts.adapters.host import Adapted, AdapterPlan, Adapters
@@ -164,6 +165,20 @@ def test_a_client_that_may_have_no_more_join_keeps_no_rows_from_others() -> None
         bench.step()
     assert other.finished and not any(request.finished for request in held)
     bench.run(held)
+
+
+def test_a_request_that_has_lost_an_image_does_not_keep_the_others() -> None:
+    bench = Bench()
+    bench.run([bench.submit(tenant=Tenant("had its turn"))])
+    small = bench.submit(picture("a", 4), picture("b", 4), tenant=Tenant("had its turn"))
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert plan is not None and not small.finished
+    bench.scheduler.fail(plan.step, StepError("the step that encodes the second"))
+    bench.scheduler.audit()
+    large = bench.submit(picture("large", 9), picture("too", 9), tenant=Tenant("next"))
+    bench.scheduler._waiting.by_id[large.id].num_overtaken = MAX_OVERTAKEN
+    bench.run([small, large])
 
 
 @settings(max_examples=80, deadline=None)

@@ -247,7 +247,9 @@ class Images(Part):
         for of in pictures.keys() - new.keys():
             self._entries[of] = self._entries.pop(of)  # it is used
             self._entries[of].add_user(request)
-        if not self._make_room(sum(each.num_rows for each in new.values()), running, barred):
+        if not self._make_room(
+            sum(each.num_rows for each in new.values()), running, barred, request
+        ):
             for of in pictures.keys() - new.keys():  # which another may need meanwhile
                 self._entries[of].users.discard(request)
             return False
@@ -269,21 +271,42 @@ class Images(Part):
         return entry
 
     def _make_room(
-        self, num_rows: int, running: Iterable[Running], barred: Collection[str]
+        self,
+        num_rows: int,
+        running: Iterable[Running],
+        barred: Collection[str],
+        asking: Request,
     ) -> bool:
-        """Free so many rows, if that is possible."""
+        """Free so many rows for a request, if that is possible."""
         if len(self._free) >= num_rows:
             return True
         by_request = {each.request: each for each in running}
-        unused = [
-            of for of, each in self._entries.items() if not _is_locked(each, by_request, of, barred)
-        ]
+        unused = [of for of in self._entries if not self._is_locked(of, by_request, barred, asking)]
         if len(self._free) + sum(len(self._entries[of].rows) for of in unused) < num_rows:
             return False
         for of in unused:
             if len(self._free) < num_rows:
                 self._drop(of)
         return True
+
+    def _is_locked(
+        self, of: _Of, running: dict[Request, Running], barred: Collection[str], asking: Request
+    ) -> bool:
+        """Whether a request may still read the rows of an image, and may join if it waits. Forgets
+        those that will not read them, and those that have lost another image: they ask again."""
+
+        def may_read(request: Request) -> bool:
+            # While it waits, weights may be replaced: then it has another namespace.
+            last = max((span.end for other, span in _images(request) if other == of), default=0)
+            if request.status is RequestStatus.RUNNING:
+                return running[request].num_scheduled < last
+            waits = request.status is RequestStatus.WAITING and last > 0
+            return waits and (request is asking or self.holds(request))
+
+        entry = self._entries[of]
+        entry.users = {request for request in entry.users if may_read(request)}
+        locking = (each in running or each.tenant.client not in barred for each in entry.users)
+        return any(locking) or bool(entry.begun and not entry.is_ready)
 
     def _drop(self, of: _Of) -> _Entry:
         entry = self._entries.pop(of)
@@ -436,24 +459,6 @@ def _offset(running: Running) -> int:
     """Of the rows of a request, if its model counts in three directions."""
     pictured = running.request.extra(Pictured)
     return 0 if pictured is None else pictured.offset
-
-
-def _is_locked(
-    entry: _Entry, running: dict[Request, Running], of: _Of, barred: Collection[str]
-) -> bool:
-    """Whether a request may still read the rows of an image, and may join if it waits. Forgets
-    those that will not read them."""
-
-    def may_read(request: Request) -> bool:
-        # While it waits, weights may be replaced: then it has another namespace.
-        last = max((span.end for other, span in _images(request) if other == of), default=0)
-        if request.status is not RequestStatus.RUNNING:
-            return request.status is RequestStatus.WAITING and last > 0
-        return running[request].num_scheduled < last
-
-    entry.users = {request for request in entry.users if may_read(request)}
-    locking = (each in running or each.tenant.client not in barred for each in entry.users)
-    return any(locking) or bool(entry.begun and not entry.is_ready)
 
 
 def _arrays(picture: Picture) -> Iterator[Array]:
