@@ -67,7 +67,8 @@ class Admission:
                 barred.add(waiting.client)
                 continue
             if self._waits_for_a_part(waiting, kept_for_one, barred):
-                if len(postponed) == MAX_POSTPONED:
+                # Where none runs, one behind them may have what they all wait for.
+                if len(postponed) >= MAX_POSTPONED and self._slots.running:
                     break
                 postponed.append(waiting)
                 continue

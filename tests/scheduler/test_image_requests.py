@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,8 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.parts.adapters.host import Adapted, AdapterPlan, Adapters
 from minisgl.parts.images.host import ImagePlan, Images, Pictured
 from minisgl.request import EVERYONE, Extra, Request, SamplingParams, Tenant
-from minisgl.scheduler.admission import MAX_OVERTAKEN
+from minisgl.scheduler import admission
+from minisgl.scheduler.admission import MAX_OVERTAKEN, MAX_POSTPONED
 from minisgl.scheduler.parts import Part
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
@@ -181,10 +183,36 @@ def test_a_request_that_has_lost_an_image_does_not_keep_the_others() -> None:
     bench.run([small, large])
 
 
-@settings(max_examples=80, deadline=None)
+def test_a_request_that_has_its_rows_is_found_behind_any_number_that_wait_for_them() -> None:
+    bench = Bench()
+    first, too_large, small = (
+        bench.submit(*pictures, tenant=Tenant("one"))
+        for pictures in (
+            [picture("first", 4)],
+            [picture("large", 9), picture("too", 9)],
+            [picture("small", 4)],
+        )
+    )
+    bench.step()
+    assert bench.images.holds(small) and not bench.images.holds(too_large)
+    others = [
+        bench.submit(picture("a", 9), picture("b", 9), tenant=Tenant(f"other {number}"))
+        for number in range(2 * MAX_POSTPONED)
+    ]
+    bench.run([first, too_large, small, *others])
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_of_requests_with_images_serves_each(seed: int) -> None:
     rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("MAX_OVERTAKEN", "MAX_POSTPONED"):
+            patch.setattr(admission, limit, rng.choice([1, 3, 32]))
+        run_schedule(rng)
+
+
+def run_schedule(rng: random.Random) -> None:
     bench = Bench(
         num_slots=rng.randint(1, 8),
         num_pages=rng.choice([20, 40, 200]),
