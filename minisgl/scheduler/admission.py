@@ -36,8 +36,10 @@ class Admission:
         self._kv = kv
         self._waiting = waiting
         self._slots = slots
-        # Those that may refuse one.
+        # Those that may refuse one. First those that keep what waiting requests need: a request for
+        # which they have no room must not take from one that they have room for what others give.
         self._parts = [part for part in parts if type(part).admits is not Part.admits]
+        self._parts.sort(key=lambda part: type(part).holds is Part.holds)
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
 
     def admit(self, work: StepWork) -> list[Running]:
@@ -64,8 +66,9 @@ class Admission:
             if self._slots.has_its_share(waiting.client):
                 barred.add(waiting.client)
                 continue
-            if self._waits_for_a_part(waiting, kept_for_one):
-                if len(postponed) == MAX_POSTPONED:
+            if self._waits_for_a_part(waiting, kept_for_one, barred):
+                # Where none runs, one behind them may have what they all wait for.
+                if len(postponed) >= MAX_POSTPONED and self._slots.running:
                     break
                 postponed.append(waiting)
                 continue
@@ -88,15 +91,18 @@ class Admission:
             self._waiting.admitted(admitted, postponed)
         return joined
 
-    def _waits_for_a_part(self, waiting: Waiting, kept_for_one: set[Part]) -> bool:
+    def _waits_for_a_part(
+        self, waiting: Waiting, kept_for_one: set[Part], barred: set[str]
+    ) -> bool:
         """Whether a part that a request asks something of must get ready first. One that was passed
-        over too often is passed by no other that concerns the part, as `kept_for_one` notes."""
+        over too often is passed by no other that concerns the part, as `kept_for_one` notes, but by
+        those that hold already what it waits for."""
         for part in self._parts:
             if not part.concerns(waiting.request):
                 continue
-            if part in kept_for_one:
+            if part in kept_for_one and not part.holds(waiting.request):
                 return True
-            if not part.admits(waiting.request, self._slots.running):
+            if not part.admits(waiting.request, self._slots.running, barred):
                 if waiting.num_overtaken >= MAX_OVERTAKEN:
                     kept_for_one.add(part)
                 return True

@@ -7,7 +7,7 @@ at the same place of `StepResult.parts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from minisgl.errors import MinisglError
@@ -40,10 +40,17 @@ class Part:
     def concerns(self, request: Request) -> bool:
         return self.kind is not None and request.extra(self.kind) is not None
 
-    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+    def admits(
+        self, request: Request, running: Iterable[Running], barred: Collection[str] = ()
+    ) -> bool:
         """Whether a request that concerns it may join the next plan; False: others may pass it, and
-        it is asked again. running: those that run."""
+        it is asked again. running: those that run. barred: clients that may have no more join."""
         return True
+
+    def holds(self, request: Request) -> bool:
+        """Whether it keeps for a waiting request all that the request needs of it. Such a request
+        may always join: otherwise one that needs what is kept would wait for it for ever."""
+        return False
 
     @property
     def wants_step(self) -> bool:

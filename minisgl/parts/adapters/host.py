@@ -3,7 +3,7 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from minisgl.errors import ModelNotFoundError
@@ -79,7 +79,9 @@ class Adapters(Part):
         each = self._leaving.items()
         return tuple(number for number, having in each if all(one.finished for one in having))
 
-    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+    def admits(
+        self, request: Request, running: Iterable[Running], barred: Collection[str] = ()
+    ) -> bool:
         number = _number(request)
         assert number is not None, "it concerns the part"
         self._num_uses += 1

@@ -8,7 +8,7 @@ computed. Where no request has rows, it joins once the tower's work is queued.""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -168,6 +168,11 @@ class _Entry:
     is_ready: bool = False
     users: set[Request] = field(default_factory=set)  # that may still read it
 
+    def add_user(self, request: Request) -> None:
+        if request not in self.users:  # others have ended: they would be kept as long as the image
+            self.users = {each for each in self.users if not each.finished}
+            self.users.add(request)
+
 
 class Blind(Part):
     """Of a model that takes no images."""
@@ -188,7 +193,7 @@ class Blind(Part):
 class Images(Part):
     """Gives rows of a buffer to the images of requests, the least recently used of which are given
     up first. Rows are locked from the first request that asks for them until no request that did
-    will read them any more."""
+    will read them any more. One that waits while its client may have no more join locks none."""
 
     kind = Pictured
     is_always = True
@@ -234,19 +239,27 @@ class Images(Part):
                     )
         return given
 
-    def admits(self, request: Request, running: Iterable[Running]) -> bool:
+    def admits(
+        self, request: Request, running: Iterable[Running], barred: Collection[str] = ()
+    ) -> bool:
         pictures = {of: span.picture for of, span in _images(request)}
         new = {of: picture for of, picture in pictures.items() if of not in self._entries}
         for of in pictures.keys() - new.keys():
             self._entries[of] = self._entries.pop(of)  # it is used
-            self._entries[of].users.add(request)
-        if not self._make_room(sum(each.num_rows for each in new.values()), running):
+            self._entries[of].add_user(request)
+        if not self._make_room(
+            sum(each.num_rows for each in new.values()), running, barred, request
+        ):
             for of in pictures.keys() - new.keys():  # which another may need meanwhile
                 self._entries[of].users.discard(request)
             return False
         for of, picture in new.items():
-            self._add(of, picture).users.add(request)
+            self._add(of, picture).add_user(request)
         return all(self._entries[of].is_ready for of in pictures)
+
+    def holds(self, request: Request) -> bool:
+        entries = [self._entries.get(of) for of, _ in _images(request)]
+        return all(each is not None and request in each.users for each in entries)
 
     def _add(self, of: _Of, picture: Picture) -> _Entry:
         self._last_number += 1
@@ -257,18 +270,43 @@ class Images(Part):
         self._on_way[entry.number] = of
         return entry
 
-    def _make_room(self, num_rows: int, running: Iterable[Running]) -> bool:
-        """Free so many rows, if that is possible."""
+    def _make_room(
+        self,
+        num_rows: int,
+        running: Iterable[Running],
+        barred: Collection[str],
+        asking: Request,
+    ) -> bool:
+        """Free so many rows for a request, if that is possible."""
         if len(self._free) >= num_rows:
             return True
         by_request = {each.request: each for each in running}
-        unused = [of for of, each in self._entries.items() if not _is_locked(each, by_request, of)]
+        unused = [of for of in self._entries if not self._is_locked(of, by_request, barred, asking)]
         if len(self._free) + sum(len(self._entries[of].rows) for of in unused) < num_rows:
             return False
         for of in unused:
             if len(self._free) < num_rows:
                 self._drop(of)
         return True
+
+    def _is_locked(
+        self, of: _Of, running: dict[Request, Running], barred: Collection[str], asking: Request
+    ) -> bool:
+        """Whether a request may still read the rows of an image, and may join if it waits. Forgets
+        those that will not read them, and those that have lost another image: they ask again."""
+
+        def may_read(request: Request) -> bool:
+            # While it waits, weights may be replaced: then it has another namespace.
+            last = max((span.end for other, span in _images(request) if other == of), default=0)
+            if request.status is RequestStatus.RUNNING:
+                return running[request].num_scheduled < last
+            waits = request.status is RequestStatus.WAITING and last > 0
+            return waits and (request is asking or self.holds(request))
+
+        entry = self._entries[of]
+        entry.users = {request for request in entry.users if may_read(request)}
+        locking = (each in running or each.tenant.client not in barred for each in entry.users)
+        return any(locking) or bool(entry.begun and not entry.is_ready)
 
     def _drop(self, of: _Of) -> _Entry:
         entry = self._entries.pop(of)
@@ -421,20 +459,6 @@ def _offset(running: Running) -> int:
     """Of the rows of a request, if its model counts in three directions."""
     pictured = running.request.extra(Pictured)
     return 0 if pictured is None else pictured.offset
-
-
-def _is_locked(entry: _Entry, running: dict[Request, Running], of: _Of) -> bool:
-    """Whether a request may still read the rows of an image. Forgets the others."""
-
-    def may_read(request: Request) -> bool:
-        # While it waits, weights may be replaced: then it has another namespace.
-        last = max((span.end for other, span in _images(request) if other == of), default=0)
-        if request.status is not RequestStatus.RUNNING:
-            return request.status is RequestStatus.WAITING and last > 0
-        return running[request].num_scheduled < last
-
-    entry.users = {request for request in entry.users if may_read(request)}
-    return bool(entry.users) or bool(entry.begun and not entry.is_ready)
 
 
 def _arrays(picture: Picture) -> Iterator[Array]:
