@@ -27,7 +27,13 @@ from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.vector_types import Embedding, EmbedOptions, RerankOptions, Score
 from minisgl.engine.weights import InFlight, NamedTensors
-from minisgl.errors import ConfigError, DeadlineError, EngineStoppedError, InvalidRequestError
+from minisgl.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText, has_broken_call
 from minisgl.images.prompt import Prompt as ChatPrompt
 from minisgl.parameters import check_names
@@ -538,9 +544,25 @@ class LLM:
         salt: str | None,
         lora: str | None,
     ) -> list[RequestOutput]:
-        prompts = [await self._read(messages, asked, salt) for messages in conversations]
-        params = [asked.params] * len(prompts)
-        return await self._run(prompts, params, n, salt, lora, len(prompts) > 1)
+        outputs: list[RequestOutput] = []
+        prompts: list[_ReadPrompt] = []
+
+        async def run() -> None:
+            params = [asked.params] * len(prompts)
+            outputs.extend(await self._run(prompts, params, n, salt, lora, len(conversations) > 1))
+
+        for messages in conversations:
+            try:
+                read = await self._read(messages, asked, salt)
+            except QueueFullError:
+                if not prompts:
+                    raise
+                await run()  # their images are in the way
+                prompts.clear()
+                read = await self._read(messages, asked, salt)
+            prompts.append(read)
+        await run()
+        return outputs
 
     async def _read(self, messages: Messages, asked: _Asked, salt: str | None) -> _ReadPrompt:
         conversation = await self._chats.read(

@@ -28,6 +28,7 @@ from minisgl.errors import (
     DeadlineError,
     EngineStoppedError,
     InvalidRequestError,
+    QueueFullError,
 )
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.request import EVERYONE, cache_namespace
@@ -426,6 +427,35 @@ def test_tools_that_the_template_does_not_show_are_refused(tmp_path: Path) -> No
     refused = pytest.raises(InvalidRequestError, match="tools: are not supported")
     with LLM(chat_template=str(template), num_pages=16) as llm, refused:
         llm.chat(CAPITAL, tools=tools)
+
+
+def test_a_batch_whose_images_do_not_fit_at_once_runs_in_parts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [expected, other] = llm.chat([CAPITAL, SUM], GREEDY)
+    read, run, parts = LLM._read, LLM._run, []
+    waiting: list[Any] = []
+
+    async def reads(self: LLM, *args: Any) -> Any:
+        if len(waiting) == 2:
+            raise QueueFullError("Too many images are in the queue; try again later.")
+        waiting.append(args)
+        return await read(self, *args)
+
+    async def runs(self: LLM, prompts: Any, *args: Any) -> Any:
+        parts.append(len(prompts))
+        waiting.clear()
+        return await run(self, prompts, *args)
+
+    monkeypatch.setattr(LLM, "_read", reads)
+    monkeypatch.setattr(LLM, "_run", runs)
+    outputs = llm.chat([CAPITAL, SUM, SUM, CAPITAL, SUM], GREEDY)
+    assert parts == [2, 2, 1]
+    texts = [output.text for output in (expected, other, other, expected, other)]
+    assert [output.text for output in outputs] == texts
+    waiting += [None, None]
+    with pytest.raises(QueueFullError):
+        llm.chat(CAPITAL, GREEDY)
 
 
 @pytest.mark.parametrize("role", ["usr", 5, None])

@@ -153,12 +153,10 @@ class Images:
         namespace: bytes,
     ) -> list[Picture]:
         """The images of a request. One after the other, since each leaves the next less room."""
-        elsewhere = [source for source in sources if source.url]
-        num_bytes = sum(len(source.data) for source in sources)
-        fetched = await _all([self._fetch(source) for source in elsewhere])
-        rest = iter(fetched)
         is_only = len(sources) == 1 or not placeholder.counts_images
-        with self._room(num_bytes + sum(map(len, fetched))):
+        with self._room() as take:
+            take(sum(len(source.data) for source in sources))
+            rest = iter(await _all([self._fetch(each, take) for each in sources if each.url]))
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
@@ -169,10 +167,12 @@ class Images:
                 room -= found[1]
             return pictures
 
-    async def _fetch(self, source: ImageSource) -> bytes:
+    async def _fetch(self, source: ImageSource, take: Callable[[int], None]) -> bytes:
         async with self._fetching:
             with named(source):
-                return await self._fetcher.fetch(source.url)
+                data = await self._fetcher.fetch(source.url)
+        take(len(data))
+        return data
 
     async def _picture(
         self,
@@ -209,21 +209,30 @@ class Images:
         return found
 
     @contextlib.contextmanager
-    def _room(self, num_bytes: int) -> Iterator[None]:
-        """Take the bytes of a request into account. Raises InvalidRequestError if they are too
-        many, QueueFullError if those of all requests are."""
-        if num_bytes > MAX_REQUEST_BYTES:
-            raise InvalidRequestError(
-                PARAM,
-                f"have images of {num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a request.",
-            )
-        if self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            raise QueueFullError("Too many images are waiting to be processed; try again later.")
-        self._num_waiting_bytes += num_bytes
+    def _room(self) -> Iterator[Callable[[int], None]]:
+        """Yields what takes bytes of a request into account as they come. It raises
+        InvalidRequestError if they are too many, QueueFullError if those of all requests are."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if taken + num_bytes > MAX_REQUEST_BYTES:
+                raise InvalidRequestError(
+                    PARAM,
+                    f"have images of {taken + num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a "
+                    "request.",
+                )
+            if self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+                raise QueueFullError(
+                    "Too many images are waiting to be processed; try again later."
+                )
+            taken += num_bytes
+            self._num_waiting_bytes += num_bytes
+
         try:
-            yield
+            yield take
         finally:
-            self._num_waiting_bytes -= num_bytes
+            self._num_waiting_bytes -= taken
 
     def close(self, reason: MinisglError) -> None:
         """Fail all pending work with `reason`. Idempotent."""

@@ -266,6 +266,28 @@ async def test_the_images_of_a_request_share_its_bytes(
         assert images._num_waiting_bytes == 0
 
 
+async def test_fetched_bytes_count_while_other_images_are_on_their_way(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(colourful(60, 60))
+
+    class OneNeverComes(Fetcher):
+        async def fetch(self, url: str) -> bytes:
+            if url.endswith("never"):
+                await asyncio.Event().wait()
+            return data
+
+    monkeypatch.setattr(images_module, "MAX_REQUEST_BYTES", 2 * len(data))
+    never, come = (ImageSource(url=f"http://a.example/{name}") for name in ("never", "a"))
+    async with images_of(qwen, OneNeverComes(())) as images:
+        waits = asyncio.ensure_future(images.prompt(question(never, come), False, {}))
+        await until(lambda: images._num_waiting_bytes == len(data))
+        with pytest.raises(InvalidRequestError, match=r"bytes; allowed: .* a request"):
+            await images.prompt(question(never, come, come, come), False, {})
+        waits.cancel()
+        await until(lambda: not images._num_waiting_bytes)
+
+
 async def test_too_many_bytes_of_all_requests_are_refused(
     qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
