@@ -217,7 +217,11 @@ def test_a_gemm_adds_a_delta_to_its_sums(
         mine = torch.tensor([adapter], dtype=torch.int32, device=DEVICE)
         alone = sort_kernel.sort_rows(mine, len(ranks))
         own = delta._replace(v=delta.v[:, one].contiguous(), rows=alone)
-        assert torch.equal(gemm(x[one], w, Epilogue(delta=own), how), y[one])
+        # To the bit on a GPU. The interpreter multiplies by numpy, whose order of additions depends
+        # on a row's place in its tile on some processors.
+        close = 0.0 if DEVICE.type == "cuda" else 1e-5
+        found = gemm(x[one], w, Epilogue(delta=own), how)
+        torch.testing.assert_close(found, y[one], rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
