@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from support.adopted_checkpoints import write_checkpoint
 from support.checkpoints import Spec, make_checkpoint, spec_named
 from support.draft_networks import hybrid
-from support.quantized import FORMATS, quantize
+from support.image_cases import QWEN, image_case, tower_of
+from support.quantized import FORMATS, edit_tensors, quantize
 from torch import Tensor, nn
 
 from minisgl.device.lanes import Lanes
@@ -273,3 +274,20 @@ def test_what_cannot_be_filled_again_is_refused(tmp_path: Path) -> None:
     _, refilling = loaded(checkpoints("glm-flash", tmp_path / "latents")[0], quantization="fp8")
     with pytest.raises(UnsupportedModelError, match="latent attention keeps a quantised map"):
         refill(refilling, {})
+
+
+def test_a_tower_is_updated_beside_layers_that_draft(tmp_path: Path) -> None:
+    folder = shutil.copytree(image_case(QWEN).folder, tmp_path / "copy")
+    drafts = {"mtp.fc.weight": torch.randn(64, 128)}
+    edit_tensors(folder, lambda tensors: tensors.update(drafts))
+    _, refilling = loaded(folder)
+    tower = tower_of(QWEN)
+    refilling.tower = tower.places
+    tensors = {name: 1 - tensor for name, tensor in tensors_of(folder).items()}
+    before = {name: weight.clone() for name, weight in tower.module.named_parameters()}
+    refilling.begin(infos(tensors), partial=False)
+    refilling.take(tensors.items())
+    refilling.end()
+    assert not refilling.lacks()
+    for name, weight in tower.module.named_parameters():
+        assert torch.equal(weight, 1 - before[name]), name

@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.image_cases import QWEN, config_of, image_case, tower_in, tower_of
+from support.image_cases import QWEN, image_case, tower_in, tower_of
 from support.quantized import edit_tensors
 
-from minisgl.device.lanes import Lanes
 from minisgl.errors import CheckpointError
-from minisgl.models.filling import InMemory
-from minisgl.models.loader import load_model
-from minisgl.models.refilling import Refilling, TensorInfo
 
-CPU = torch.device("cpu")
 Written = Callable[[str], Path]
 
 
@@ -46,29 +40,3 @@ def test_layers_that_draft_are_left_out(drafter: str, with_tensor: Written) -> N
 def test_others_that_the_tower_does_not_take_are_refused(with_tensor: Written) -> None:
     with pytest.raises(CheckpointError, match=r"does not take: model\.visual\.more\.weight"):
         tower_in(with_tensor("model.visual.more.weight"))
-
-
-def test_an_update_may_bring_layers_that_draft(with_tensor: Written) -> None:
-    folder = with_tensor("mtp.fc.weight")
-    config = config_of(folder)
-    model = load_model(
-        config,
-        folder,
-        dtype=torch.float32,
-        device=CPU,
-        load_format="safetensors",
-        max_seq_len=64,
-    )
-    model.prepare()
-    tower = tower_of(QWEN)
-    refilling = Refilling(model, config, Lanes(CPU), rank=0)
-    refilling.tower = tower.places
-    tensors = {name: 1 - tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    infos = [TensorInfo.of(name, InMemory(tensor)) for name, tensor in tensors.items()]
-    before = {name: weight.clone() for name, weight in tower.module.named_parameters()}
-    refilling.begin(infos, partial=False)
-    refilling.take(tensors.items())
-    refilling.end()
-    assert not refilling.lacks()
-    for name, weight in tower.module.named_parameters():
-        assert torch.equal(weight, 1 - before[name]), name
