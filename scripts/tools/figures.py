@@ -6,7 +6,7 @@ python scripts/tools/figures.py --check    # exit code 1, and the tables that di
 
 A table stands in its page between <!-- figures: NAME --> and <!-- end of figures -->. One with rows
 has those rows; in them {figure} is a figure, and {figure.0} its first value. One without has a row
-for each figure that names it. A table of one sitting says so above; any other has a last column
+for each figure that names it. A table with sittings names them above; any other has a last column
 that says for each row when it was measured, and of which commit. One with `checks` is that of
 gpu_checks.py --list --only CHECKS.
 """
@@ -87,7 +87,7 @@ class Figure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     page: str  # from the root of the checkout
-    sitting: str = ""  # all figures are of it
+    sittings: tuple[str, ...] = ()  # all figures are of them
     machine: str = ""  # all figures are of it
     columns: tuple[str, ...] = ()
     rows: tuple[list[str], ...] = ()
@@ -126,12 +126,12 @@ class Measurements:
         rows = [*table.rows] or [[it.what, it.command, f"{{{it.name}}}", it.limit] for it in own]
         head = [*table.columns] or LISTED
         lines = [self._line(name, table, row, len(head)) for row in rows]
-        if not table.sitting:
+        if not table.sittings:
             head = [*head, "measured"]
         if not table.rows and not any(line[3] for line in lines):  # no share of a limit
             head, *lines = [[*line[:3], *line[4:]] for line in (head, *lines)]
-        above = f"{self.sittings[table.sitting].text(whole=True)}\n\n" if table.sitting else ""
-        return above + as_table(head, lines)
+        above = " ".join(self.sittings[each].text(whole=True) for each in table.sittings)
+        return (above and f"{above}\n\n") + as_table(head, lines)
 
     def _line(self, name: str, table: Table, row: list[str], num_cells: int) -> list[str]:
         """The row with its figures, and when they were measured unless the table says it."""
@@ -144,15 +144,17 @@ class Measurements:
             if figure is None:
                 raise FiguresError(f"table {name}: there is no figure {found[1]}")
             sitting = self.sittings[figure.sitting]
-            for wanted, has in ((table.sitting, figure.sitting), (table.machine, sitting.machine)):
-                if wanted not in ("", has):
-                    raise FiguresError(f"table {name} is of {wanted}, {figure.name} is not")
+            if figure.sitting not in (table.sittings or [figure.sitting]):
+                wanted = " and ".join(table.sittings)
+                raise FiguresError(f"table {name} is of {wanted}, {figure.name} is not")
+            if table.machine not in ("", sitting.machine):
+                raise FiguresError(f"table {name} is of {table.machine}, {figure.name} is not")
             self._shown.add(figure.name)
             sittings[sitting.text(whole=False)] = None
             return figure.text(found[2])
 
         cells = [FIELD.sub(text, cell) for cell in row]
-        return cells if table.sitting else [*cells, "; ".join(sittings)]
+        return cells if table.sittings else [*cells, "; ".join(sittings)]
 
     def pages(self) -> list[str]:
         return sorted({table.page for table in self.tables.values()})
