@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 MAX_VERSION_CHARS = 256
 MAX_GROUP_RANKS = 1 << 16
 
-# What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
-# anew, or end with an error.
+# What becomes of requests that have arrived: those that have begun go on with the KV of the old
+# weights, or compute all KV anew; or all end with the tokens that they have.
 InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
 _Hold: TypeAlias = Literal["pause", "sleep", "update"]  # why no step is computed
 Tag: TypeAlias = Literal["weights", "kv_cache"]  # what sleeps
@@ -138,7 +138,7 @@ class Weights:
 
         tensors: of the dtypes of a checkpoint, on any device. version: a name for the weights, by
         default a random one. partial: the others stay; else all must be there. in_flight: what
-        becomes of requests that have begun. Raises CheckpointError and UnsupportedModelError;
+        becomes of requests that have arrived. Raises CheckpointError and UnsupportedModelError;
         nothing has changed then, unless a number is not finite. Raises ConfigError on several
         nodes, and EngineStoppedError.
         """
@@ -270,7 +270,8 @@ class Weights:
     # -- pauses ------------------------------------------------------------------------------------
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
-        """Compute nothing until `resume`; requests wait. Raises EngineStoppedError."""
+        """Compute nothing until `resume`; requests that arrive meanwhile wait. Raises
+        EngineStoppedError."""
         _check_in_flight(in_flight)
 
         async def paused() -> None:
@@ -303,8 +304,8 @@ class Weights:
         """Give the memory of weights and KV cache back until `wake`; requests are refused.
 
         level: 1 keeps the weights in memory of the host; 2 drops them, and a whole update must
-        follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
-        their KV anew; else they end with an error. No later request matches what was cached.
+        follow. in_flight: requests that have arrived and "keep" or "recompute" wait, and compute
+        their KV anew; else they end. No later request matches what was cached.
         Raises ConfigError if other engines share the pages, UnsupportedModelError for weights that
         cannot be replaced, DeviceMemoryError, and EngineStoppedError; what was awake is then awake
         again, if it has room.
@@ -391,7 +392,8 @@ class Weights:
             "update, at least of what was to come."
         )
         self._judge()
-        self._end_requests(self._incomplete)
+        for stream in [*self._delivery.streams.values()]:
+            self._delivery.cancel(stream.request, self._incomplete)
 
     def _judge(self) -> None:
         self._refuse(self.refusal)
@@ -409,15 +411,14 @@ class Weights:
         self._versions.change(version, secrets.token_bytes(16), requests)
 
     def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
-        if in_flight == "abort":
-            self._end_requests(error, only_begun=True)
-        elif in_flight == "recompute":
+        """error: of requests that are to end and generate nothing, which have no part to answer."""
+        if in_flight == "recompute":
             self._scheduler.retract_all()
-
-    def _end_requests(self, error: MinisglError, *, only_begun: bool = False) -> None:
-        for request in [stream.request for stream in self._delivery.streams.values()]:
-            if request.admitted_s is not None or not only_begun:
-                self._delivery.cancel(request, error)
+        elif in_flight == "abort":
+            for stream in [*self._delivery.streams.values()]:
+                if stream.detokenizer is not None:
+                    stream.text.append(stream.detokenizer.flush(natural=False))
+                self._delivery.cancel(stream.request, None if stream.request.max_tokens else error)
 
 
 def _check_in_flight(in_flight: str) -> None:

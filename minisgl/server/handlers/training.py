@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # they import torch
     from minisgl.engine import AsyncEngine
     from minisgl.models.refilling import TensorInfo
 
-# What becomes of requests that have begun, by the words of SGLang and vLLM.
+# What becomes of requests that have arrived, by the words of SGLang and vLLM.
 _MODES = {
     "keep": "keep",
     "in_place": "keep",
@@ -52,15 +52,16 @@ class Sleeping(Struct):
 
 class PauseGeneration(Struct):
     mode: str = "abort"
-    """What becomes of requests that have begun: in_place, retract or abort. Example: `"retract"`"""
+    """What becomes of requests that have arrived: in_place, retract or abort. Example:
+    `"retract"`"""
 
 
 class Update(Struct, kw_only=True):
     weight_version: str | None = None
     """A name for the weights. Default: a random one. Example: `"step 10"`"""
     abort_all_requests: bool = False
-    """End the requests that have begun, which else go on with the KV that they have. Example:
-    `true`"""
+    """End the requests that have arrived. Else those that have begun go on with the KV that they
+    have. Example: `true`"""
 
 
 class UpdateFromDisk(Update, kw_only=True):
@@ -128,7 +129,7 @@ def told(handler: Handler[A]) -> Handler[A]:
 
 
 async def pause(service: Service, request: Request) -> Response:
-    return await _pause(service, request.query_params.get("mode", "keep"))
+    return await _pause(service, request.query_params.get("mode", "abort"))
 
 
 async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> Response:
