@@ -26,13 +26,12 @@ from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
 from minisgl.models.reading import Piece, joined
 from minisgl.models.refilling import TensorInfo, WeightTaker
-from minisgl.parts.weights.host import WeightVersions
+from minisgl.parts.weights.host import MAX_VERSION_CHARS, WeightVersions
 from minisgl.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_VERSION_CHARS = 256
 MAX_GROUP_RANKS = 1 << 16
 
 # What becomes of requests that have arrived: those that have begun go on with the KV of the old
@@ -181,9 +180,7 @@ class Weights:
     ) -> str:
         taker = self._open_taker()
         version = secrets.token_hex(8) if version is None else version
-        if not (isinstance(version, str) and 1 <= len(version) <= MAX_VERSION_CHARS):
-            allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
-            raise InvalidRequestError("version", f"{allowed}.")
+        _check_version(version)
         _check_in_flight(in_flight)
         self._check_awake()
         await asyncio.to_thread(taker.begin, infos, partial)
@@ -206,9 +203,30 @@ class Weights:
         """Compute nothing until `finish`, so that updates meanwhile are seen all at once."""
         await self._changes.make(self._hold("update"))
 
-    async def finish(self) -> None:
-        """Go on after `begin`."""
-        await self._changes.make(self._release("update"))
+    async def finish(self, version: str | None = None) -> None:
+        """Go on after `begin`. version: another name for the weights that have come."""
+
+        async def finished() -> None:
+            if version is not None:
+                await self._rename(version, "keep")
+            await self._release("update")
+
+        await self._changes.make(finished())
+
+    async def rename(self, version: str, in_flight: InFlight = "keep") -> None:
+        """Give the weights another name, from the next token on. They and what is cached stay."""
+        await self._changes.make(self._rename(version, in_flight))
+
+    async def _rename(self, version: str, in_flight: InFlight) -> None:
+        _check_version(version)
+        _check_in_flight(in_flight)
+        await self._steps.pause()
+        try:
+            self._check_alive()
+            self._disturb(in_flight, WeightsReplacedError("The weights have another name."))
+            self._take_version(version, self.kv_of)
+        finally:
+            self._go_on()
 
     async def read(self, name: str, num_rows: int) -> Any:
         """The first rows of a tensor, by its name in a checkpoint, as nested lists. Raises
@@ -265,7 +283,7 @@ class Weights:
     def reset_cache(self) -> None:
         """Let no request match what is cached now. Updates do this themselves."""
         self._check_alive()
-        self._take_version(self.version)
+        self._take_version(self.version, secrets.token_bytes(16))
 
     # -- pauses ------------------------------------------------------------------------------------
 
@@ -400,15 +418,14 @@ class Weights:
 
     def _change(self, version: str, in_flight: InFlight, *, lacks: bool) -> None:
         self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
-        self._take_version(version)
+        self._take_version(version, secrets.token_bytes(16))
         if not lacks:
             self._incomplete = None
             self._judge()
 
-    def _take_version(self, version: str) -> None:
-        """Let no request match KV from before."""
+    def _take_version(self, version: str, kv_of: bytes) -> None:
         requests = [stream.request for stream in self._delivery.streams.values()]
-        self._versions.change(version, secrets.token_bytes(16), requests)
+        self._versions.change(version, kv_of, requests)
 
     def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
         """error: of requests that are to end and generate nothing, which have no part to answer."""
@@ -419,6 +436,12 @@ class Weights:
                 if stream.detokenizer is not None:
                     stream.text.append(stream.detokenizer.flush(natural=False))
                 self._delivery.cancel(stream.request, None if stream.request.max_tokens else error)
+
+
+def _check_version(version: str) -> None:
+    if not (isinstance(version, str) and 1 <= len(version) <= MAX_VERSION_CHARS):
+        allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
+        raise InvalidRequestError("version", f"{allowed}.")
 
 
 def _check_in_flight(in_flight: str) -> None:

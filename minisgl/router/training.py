@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,8 @@ FROM_DISK, FROM_GROUP, TRANSFERRED = (
     "/update_weights",
 )
 JOIN, INIT = "/init_weights_update_group", "/init_weight_transfer_engine"
-WORLD_SIZE = "/get_world_size"
+UPDATES = (FROM_DISK, FROM_GROUP, TRANSFERRED)
+WORLD_SIZE, RENAME = "/get_world_size", "/update_weight_version"
 # What keeps replicas from answering, and what ends it.
 HOLDS = {
     "/sleep": "sleep",
@@ -58,6 +60,7 @@ class FleetTraining:
         self._asking = asyncio.Lock()
         # What has made the weights other ones than those that a replica starts with.
         self._last_update: HTTPRequest | None = None
+        self._last_name: HTTPRequest | None = None  # what has named them since
         self._holds: dict[str, list[HTTPRequest]] = {}  # by HOLDS; those after the first end a part
 
     def routes(self) -> list[Route]:
@@ -71,6 +74,8 @@ class FleetTraining:
         return await asyncio.shield(asyncio.ensure_future(self._ask(asked)))
 
     async def _ask(self, asked: HTTPRequest) -> Response:
+        if asked.path in UPDATES:
+            asked = replace(asked, body=_with_name(asked.body))
         async with self._asking:
             replicas = self._fleet.replicas
             running = [each for each in replicas if each.state.is_ready or each.state.refusal]
@@ -78,12 +83,14 @@ class FleetTraining:
             is_done = any(status == 200 for status, _ in answers)
             if is_done:
                 self._hold(asked)
-            if asked.path in (FROM_DISK, FROM_GROUP, TRANSFERRED):
+            if asked.path in UPDATES:
                 # One that has ended, or is without weights now, may have begun.
                 if is_done or any([await probe(each) != (True, "") for each in running]):
-                    self._last_update = asked
+                    self._last_update, self._last_name = asked, None
             elif is_done and asked.path == "/sleep" and b"level=2" in asked.query:
                 self._last_update = asked
+            elif is_done and (asked.path == RENAME or b"weight_version" in asked.body):
+                self._last_name = asked
         failed = [pair for pair in zip(replicas, answers, strict=True) if pair[1][0] != 200]
         if failed:
             raise ReplicaRefusedError(failed)
@@ -108,6 +115,8 @@ class FleetTraining:
         async with self._asking:
             replica = self._fleet.replicas[index]
             is_there = await self._bring_weights(replica)
+            if self._last_name is not None:
+                is_there = is_there and await self._has_done(replica, self._last_name)
             for held in [each for holds in self._holds.values() for each in holds]:
                 # At level 2 a sleep would drop the weights, which may have come later.
                 query = b"" if held.path == "/sleep" else held.query
@@ -139,6 +148,16 @@ class FleetTraining:
         if asked.path in (JOIN, INIT):
             asked = replace(asked, body=_as_ranks_of(replica, asked.body, self._num_ranks))
         return await answer_of(replica, asked, ANSWER_S)
+
+
+def _with_name(body: bytes) -> bytes:
+    """What has a replica take weights, by one name for all replicas if the trainer gives none."""
+    with suppress(msgspec.MsgspecError, TypeError, AttributeError):
+        told: dict[str, Any] = msgspec.json.decode(body)
+        if told.get("weight_version") is None:
+            told["weight_version"] = secrets.token_hex(8)
+        return msgspec.json.encode(told)
+    return body  # which the replica refuses
 
 
 def _as_ranks_of(replica: Replica, body: bytes, num_ranks: int) -> bytes:

@@ -128,6 +128,30 @@ async def test_a_chat_that_is_aborted_answers_with_what_it_has() -> None:
         (await client.post("/resume")).raise_for_status()
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_a_name_for_the_weights_counts_from_the_next_token_on(aborts: bool) -> None:
+    async with paused_midway() as (gated, client):
+        begun = posted(client, "/v1/completions", ASKED)
+        await begin(gated)
+        body = {"new_version": "7", "abort_all_requests": aborts}
+        named = posted(client, "/update_weight_version", body)
+        await until(lambda: gated.engine._steps._max_in_flight == 0)
+        gated.runner.open()
+        (await named).raise_for_status()
+        found = ended(await begun)
+        if aborts:
+            assert found["finish_reason"] == "abort" and "weight_versions" not in found
+        else:
+            (first, old), (later, new) = found["weight_versions"]
+            assert (first, old, new) == (0, "", "7") and 0 < later < NUM_TOKENS
+            assert found["text"] == gated.text(PROMPT, NUM_TOKENS)
+        prompt = [*PROMPT, *found["token_ids"]]
+        answer = await client.post("/v1/completions", json=ASKED | {"prompt": prompt})
+        assert ended(answer)["weight_versions"] == [[0, "7"]]
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert len(PROMPT) < cached == (len(prompt) - 1) // 4 * 4
+
+
 def test_a_call_that_is_aborted_is_no_answer_that_ran_out_of_tokens() -> None:
     style = AnswerStyle(
         reasoning_fields=(), custom_names=frozenset(), short_ids=False, count_call=lambda: None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import CallerError, CheckpointError, ConfigError, InvalidRequestError
+from minisgl.parts.weights.host import MAX_VERSION_CHARS
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
@@ -31,7 +32,7 @@ _MODES = {
     "retract": "recompute",
     "abort": "abort",
 }
-_SPELLINGS = {"version": "weight_version"}  # of fields
+Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 _GROUP = "weight_update_group"
 JOIN = "Join a group in which a trainer sends weights."
 A = TypeVar("A")
@@ -39,6 +40,11 @@ A = TypeVar("A")
 
 class Done(Struct):
     message: str
+    success: bool = True
+
+
+class Renamed(Struct):
+    new_version: str
     success: bool = True
 
 
@@ -57,11 +63,18 @@ class PauseGeneration(Struct):
 
 
 class Update(Struct, kw_only=True):
-    weight_version: str | None = None
+    weight_version: Version | None = None
     """A name for the weights. Default: a random one. Example: `"step 10"`"""
     abort_all_requests: bool = False
     """End the requests that have arrived. Else those that have begun go on with the KV that they
     have. Example: `true`"""
+
+
+class Rename(Struct, kw_only=True):
+    new_version: Version
+    """A name for the weights that are there. Example: `"step 10"`"""
+    abort_all_requests: bool = False
+    """End the requests that have arrived. Example: `true`"""
 
 
 class UpdateFromDisk(Update, kw_only=True):
@@ -119,9 +132,6 @@ def told(handler: Handler[A]) -> Handler[A]:
     async def answered(service: Service, asked: A) -> Response:
         try:
             return await handler(service, asked)
-        except InvalidRequestError as error:
-            error.param = _SPELLINGS.get(error.param, error.param)
-            raise
         except (CheckpointError, ConfigError) as error:
             raise CallerError(str(error)) from error
 
@@ -170,7 +180,7 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 
 async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
     body, weights = asked.body, asked.engine.weights
-    return updated(await weights.update_from_files(body.model_path, **_options(body)))
+    return updated(await weights.update_from_files(body.model_path, **options_of(body)))
 
 
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
@@ -192,7 +202,7 @@ async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
 async def update_from_group(service: Service, asked: Asked[UpdateFromGroup]) -> Response:
     body, weights = asked.body, asked.engine.weights
     infos = infos_of(body.names, body.dtypes, body.shapes)
-    return updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
+    return updated(await weights.update_from_group(body.group_name, infos, **options_of(body)))
 
 
 def infos_of(
@@ -213,13 +223,21 @@ def infos_of(
     return [*map(TensorInfo, names, (named[dtype] for dtype in dtypes), shapes)]
 
 
-def _options(body: Update) -> dict[str, Any]:
-    in_flight = "abort" if body.abort_all_requests else "keep"
-    return {"version": body.weight_version, "in_flight": in_flight}
+def options_of(body: Update) -> dict[str, Any]:
+    return {"version": body.weight_version, "in_flight": _in_flight(body)}
+
+
+def _in_flight(body: Update | Rename) -> Any:
+    return "abort" if body.abort_all_requests else "keep"
 
 
 def updated(version: str) -> Response:
     return json_response(Done(f"The weights have the version {version}."))
+
+
+async def rename(service: Service, asked: Asked[Rename]) -> Response:
+    await asked.engine.weights.rename(asked.body.new_version, _in_flight(asked.body))
+    return json_response(Renamed(asked.body.new_version))
 
 
 async def read_weight(service: Service, asked: Asked[ReadWeight]) -> Response:
@@ -259,6 +277,13 @@ ENDPOINTS = (
         told(read_weight),
         ReadWeight,
         answer=None,
+    ),
+    admins(
+        "/update_weight_version",
+        "Give the weights another name.",
+        rename,
+        Rename,
+        answer=Renamed,
     ),
     admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
     admins("/pause", "Compute nothing, and let requests wait.", pause),
