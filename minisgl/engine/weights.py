@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from minisgl.distributed.addresses import GROUP_BACKENDS, GroupAddress
-from minisgl.engine.changes import Changes
+from minisgl.engine.changes import in_turn
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded
@@ -24,7 +24,7 @@ from minisgl.errors import (
 )
 from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
-from minisgl.models.reading import Piece, joined
+from minisgl.models.reading import joined
 from minisgl.models.refilling import TensorInfo, WeightTaker
 from minisgl.parts.weights.host import MAX_VERSION_CHARS, WeightVersions
 from minisgl.scheduler.scheduler import Scheduler
@@ -37,7 +37,7 @@ MAX_GROUP_RANKS = 1 << 16
 # What becomes of requests that have arrived: those that have begun go on with the KV of the old
 # weights, or compute all KV anew; or all end with the tokens that they have.
 InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
-_Hold: TypeAlias = Literal["pause", "sleep", "update"]  # why no step is computed
+_Hold: TypeAlias = Literal["pause", "update"]  # why no step is computed, unless all sleeps
 Tag: TypeAlias = Literal["weights", "kv_cache"]  # what sleeps
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
@@ -97,7 +97,7 @@ class Weights:
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
-        self._changes = Changes()
+        self.changing = asyncio.Lock()
         self._holds: set[_Hold] = set()
         self._asleep: set[Tag] = set()
         self._incomplete: WeightsError | None = None
@@ -146,14 +146,12 @@ class Weights:
             raise ConfigError("--nnodes", self._num_nodes, reason)
         given = dict(tensors)
         infos = [TensorInfo.of(name, InMemory(tensor)) for name, tensor in given.items()]
-        return await self._changes.make(
-            self._update(
-                infos,
-                lambda taker: taker.take(given.items()),
-                version,
-                partial=partial,
-                in_flight=in_flight,
-            )
+        return await self._update(
+            infos,
+            lambda taker: taker.take(given.items()),
+            version,
+            partial=partial,
+            in_flight=in_flight,
         )
 
     async def update_from_files(
@@ -165,10 +163,11 @@ class Weights:
     ) -> str:
         """The same from the safetensors files of a folder, which all machines have."""
         paths, infos = await asyncio.to_thread(_read, folder)
-        return await self._changes.make(
-            self._update(infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight)
+        return await self._update(
+            infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight
         )
 
+    @in_turn
     async def _update(
         self,
         infos: Sequence[TensorInfo],
@@ -184,9 +183,7 @@ class Weights:
         _check_in_flight(in_flight)
         self._check_awake()
         await asyncio.to_thread(taker.begin, infos, partial)
-        await self._steps.pause()
-        try:
-            self._check_alive()
+        async with self._between_steps():
             try:
                 await asyncio.to_thread(take, taker)
                 await asyncio.to_thread(taker.end)
@@ -194,52 +191,50 @@ class Weights:
                 if self._incomplete is None and await self._lacks(taker, error):
                     self._fail(error)
                 raise
-            self._change(version, in_flight, lacks=await self._lacks(taker))
-        finally:
-            self._go_on()
+            lacks = await self._lacks(taker)
+            self._disturb(in_flight, WeightsReplacedError("The weights were replaced."))
+            self._take_version(version, secrets.token_bytes(16))
+            if not lacks:
+                self._incomplete = None
+                self._judge()
         return version
 
+    @in_turn
     async def begin(self) -> None:
         """Compute nothing until `finish`, so that updates meanwhile are seen all at once."""
-        await self._changes.make(self._hold("update"))
+        self._holds.add("update")
+        async with self._between_steps():
+            pass
 
+    @in_turn
     async def finish(self, version: str | None = None) -> None:
         """Go on after `begin`. version: another name for the weights that have come."""
+        if version is not None:
+            await self._rename(version, "keep")
+        self._release("update")
 
-        async def finished() -> None:
-            if version is not None:
-                await self._rename(version, "keep")
-            await self._release("update")
-
-        await self._changes.make(finished())
-
+    @in_turn
     async def rename(self, version: str, in_flight: InFlight = "keep") -> None:
         """Give the weights another name, from the next token on. They and what is cached stay."""
-        await self._changes.make(self._rename(version, in_flight))
+        await self._rename(version, in_flight)
 
     async def _rename(self, version: str, in_flight: InFlight) -> None:
         _check_version(version)
         _check_in_flight(in_flight)
-        await self._steps.pause()
-        try:
-            self._check_alive()
+        async with self._between_steps():
             self._disturb(in_flight, WeightsReplacedError("The weights have another name."))
             self._take_version(version, self.kv_of)
-        finally:
-            self._go_on()
 
+    @in_turn
     async def read(self, name: str, num_rows: int) -> Any:
         """The first rows of a tensor, by its name in a checkpoint, as nested lists. Raises
         CheckpointError if there is none, or if it is kept in another form."""
-
-        async def found() -> list[Piece]:
-            self._check_awake()
-            return await asyncio.to_thread(self._open_taker().read, name, num_rows)
-
-        return joined(name, await self._changes.make(found()))
+        self._check_awake()
+        return joined(name, await asyncio.to_thread(self._open_taker().read, name, num_rows))
 
     # -- groups ------------------------------------------------------------------------------------
 
+    @in_turn
     async def join_group(self, address: GroupAddress) -> None:
         """Have all ranks join the group of a trainer. Raises InvalidRequestError for a place that
         is none, and CheckpointError if they cannot join."""
@@ -253,11 +248,12 @@ class Weights:
         ):
             if not least <= getattr(address, name) <= most:
                 raise InvalidRequestError(name, f"allowed: {least} to {most}.")
-        await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
+        await asyncio.to_thread(self._open_taker().join, address)
 
+    @in_turn
     async def leave_group(self, name: str) -> None:
         """Leave a group, if it is one."""
-        await self._changes.make(asyncio.to_thread(self._open_taker().leave, name))
+        await asyncio.to_thread(self._open_taker().leave, name)
 
     async def update_from_group(
         self,
@@ -270,14 +266,12 @@ class Weights:
     ) -> str:
         """Replace the weights that the trainer of a group sends, in the order of `infos`; the
         others stay. packed: as the bytes of several. Raises as `update` does."""
-        return await self._changes.make(
-            self._update(
-                infos,
-                lambda taker: taker.take_group(group, infos, packed),
-                version,
-                partial=True,
-                in_flight=in_flight,
-            )
+        return await self._update(
+            infos,
+            lambda taker: taker.take_group(group, infos, packed),
+            version,
+            partial=True,
+            in_flight=in_flight,
         )
 
     def reset_cache(self) -> None:
@@ -287,37 +281,42 @@ class Weights:
 
     # -- pauses ------------------------------------------------------------------------------------
 
+    @in_turn
     async def pause(self, in_flight: InFlight = "keep") -> None:
         """Compute nothing until `resume`; requests that arrive meanwhile wait. Raises
         EngineStoppedError."""
         _check_in_flight(in_flight)
-
-        async def paused() -> None:
-            await self._hold("pause")
+        self._holds.add("pause")
+        async with self._between_steps():
             self._disturb(in_flight, PausedError("The server is paused."))
 
-        await self._changes.make(paused())
-
+    @in_turn
     async def resume(self) -> None:
-        await self._changes.make(self._release("pause"))
+        self._release("pause")
 
-    async def _hold(self, reason: _Hold) -> None:
+    @contextlib.asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Let no step run inside. Raises EngineStoppedError."""
         self._check_alive()
-        self._holds.add(reason)
         await self._steps.pause()
-        self._check_alive()
+        try:
+            self._check_alive()
+            yield
+        finally:
+            self._go_on()
 
-    async def _release(self, reason: _Hold) -> None:
+    def _release(self, reason: _Hold) -> None:
         self._holds.discard(reason)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Compute steps again, unless something else holds them or the weights are not whole."""
-        if not self._holds and self._incomplete is None:
+        """Compute steps again, unless something else holds them, sleeps or is not whole."""
+        if not (self._holds or self._asleep or self._incomplete):
             self._steps.resume()
 
     # -- sleep -------------------------------------------------------------------------------------
 
+    @in_turn
     async def sleep(self, level: int = 1, in_flight: InFlight = "recompute") -> None:
         """Give the memory of weights and KV cache back until `wake`; requests are refused.
 
@@ -334,34 +333,32 @@ class Weights:
         if self._steps.moves.is_shared:
             reason = "other engines may read the KV cache at any time; allowed: to sleep unshared"
             raise ConfigError("address", self._steps.moves.exchange.address, reason)
-        await self._changes.make(self._sleep(level, in_flight))
-
-    async def _sleep(self, level: int, in_flight: InFlight) -> None:
         taker, all_tags = self._open_taker(), {*get_args(Tag)}
         if "weights" in self._asleep:
             level = 1  # they are kept or dropped already
-        await self._hold("sleep")
-        awake, self._asleep = all_tags - self._asleep, all_tags
-        if level == 2:
-            self._incomplete = WeightsIncompleteError(
-                "The weights were dropped. Allowed: an update of all of them."
-            )
-        self._judge()
-        try:
-            await asyncio.to_thread(taker.sleep, level == 2)
-        except BaseException as error:
-            if not await self._lacks(taker, error):
-                self._incomplete = None
-            self._drop_kv("recompute")  # some ranks may have slept
-            await self._wake(taker, awake)
-            raise
-        self._drop_kv(in_flight)
+        async with self._between_steps():
+            awake, self._asleep = all_tags - self._asleep, all_tags
+            if level == 2:
+                self._incomplete = WeightsIncompleteError(
+                    "The weights were dropped. Allowed: an update of all of them."
+                )
+            self._judge()
+            try:
+                await asyncio.to_thread(taker.sleep, level == 2)
+            except BaseException as error:
+                if not await self._lacks(taker, error):
+                    self._incomplete = None
+                self._drop_kv("recompute")  # some ranks may have slept
+                await self._wake(taker, awake)
+                raise
+            self._drop_kv(in_flight)
 
     def _drop_kv(self, in_flight: InFlight) -> None:
         in_flight = "recompute" if in_flight == "keep" else in_flight
         self._disturb(in_flight, AsleepError("The model was put to sleep."))
         self._scheduler.kv.drop_written_since(0)
 
+    @in_turn
     async def wake(self, tags: Iterable[str] = ()) -> None:
         """Take the memory of "weights" or "kv_cache" again, by default of both; once both are
         awake, requests are computed again. Raises DeviceMemoryError if there is too little, and
@@ -369,11 +366,8 @@ class Weights:
         wanted = {*tags} or {*get_args(Tag)}
         if not wanted <= {*get_args(Tag)}:
             raise InvalidRequestError("tags", f"allowed: {' and '.join(get_args(Tag))}.")
-
-        async def woken() -> None:
-            await self._wake(self._open_taker(), self._asleep & wanted)
-
-        await self._changes.make(woken())
+        await self._wake(self._open_taker(), self._asleep & wanted)
+        self._go_on()
 
     async def _wake(self, taker: WeightTaker, tags: set[Tag]) -> None:
         await asyncio.to_thread(taker.wake, sorted(tags))
@@ -381,8 +375,6 @@ class Weights:
             await asyncio.to_thread(taker.capture)
         self._asleep -= tags
         self._judge()
-        if not self._asleep:
-            await self._release("sleep")
 
     def _check_awake(self) -> None:
         if "weights" in self._asleep:
@@ -415,13 +407,6 @@ class Weights:
 
     def _judge(self) -> None:
         self._refuse(self.refusal)
-
-    def _change(self, version: str, in_flight: InFlight, *, lacks: bool) -> None:
-        self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
-        self._take_version(version, secrets.token_bytes(16))
-        if not lacks:
-            self._incomplete = None
-            self._judge()
 
     def _take_version(self, version: str, kv_of: bytes) -> None:
         requests = [stream.request for stream in self._delivery.streams.values()]

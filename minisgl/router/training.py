@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -75,7 +77,7 @@ class FleetTraining:
 
     async def _ask(self, asked: HTTPRequest) -> Response:
         if asked.path in UPDATES:
-            asked = replace(asked, body=_with_name(asked.body))
+            asked = _changed(asked, _name)
         async with self._asking:
             replicas = self._fleet.replicas
             running = [each for each in replicas if each.state.is_ready or each.state.refusal]
@@ -115,12 +117,11 @@ class FleetTraining:
         async with self._asking:
             replica = self._fleet.replicas[index]
             is_there = await self._bring_weights(replica)
-            if self._last_name is not None:
-                is_there = is_there and await self._has_done(replica, self._last_name)
-            for held in [each for holds in self._holds.values() for each in holds]:
+            names = filter(None, [self._last_name])
+            for each in [*names, *chain.from_iterable(self._holds.values())]:
                 # At level 2 a sleep would drop the weights, which may have come later.
-                query = b"" if held.path == "/sleep" else held.query
-                is_there = is_there and await self._has_done(replica, replace(held, query=query))
+                query = b"" if each.path == "/sleep" else each.query
+                is_there = is_there and await self._has_done(replica, replace(each, query=query))
         if not is_there:
             await asyncio.sleep(RETRY_S)
         return is_there
@@ -145,25 +146,25 @@ class FleetTraining:
 
     async def _answer(self, replica: Replica, asked: HTTPRequest) -> tuple[int, bytes]:
         """Status and body; 503 if it does not answer."""
+
+        def shift(told: dict[str, Any]) -> None:
+            told.get("init_info", told)["rank_offset"] += replica.index * self._num_ranks
+
         if asked.path in (JOIN, INIT):
-            asked = replace(asked, body=_as_ranks_of(replica, asked.body, self._num_ranks))
+            asked = _changed(asked, shift)
         return await answer_of(replica, asked, ANSWER_S)
 
 
-def _with_name(body: bytes) -> bytes:
-    """What has a replica take weights, by one name for all replicas if the trainer gives none."""
-    with suppress(msgspec.MsgspecError, TypeError, AttributeError):
-        told: dict[str, Any] = msgspec.json.decode(body)
-        if told.get("weight_version") is None:
-            told["weight_version"] = secrets.token_hex(8)
-        return msgspec.json.encode(told)
-    return body  # which the replica refuses
-
-
-def _as_ranks_of(replica: Replica, body: bytes, num_ranks: int) -> bytes:
-    """What has a replica join a group, with the rank that its first one has there."""
+def _changed(asked: HTTPRequest, change: Callable[[dict[str, Any]], object]) -> HTTPRequest:
+    """The same with another body; as it is, if replicas refuse that."""
     with suppress(msgspec.MsgspecError, TypeError, KeyError, AttributeError):
-        told: dict[str, Any] = msgspec.json.decode(body)
-        told.get("init_info", told)["rank_offset"] += replica.index * num_ranks
-        return msgspec.json.encode(told)
-    return body  # which the replica refuses
+        told: dict[str, Any] = msgspec.json.decode(asked.body)
+        change(told)
+        return replace(asked, body=msgspec.json.encode(told))
+    return asked
+
+
+def _name(told: dict[str, Any]) -> None:
+    """Give the weights of all replicas one name, if the trainer gives none."""
+    if told.get("weight_version") is None:
+        told["weight_version"] = secrets.token_hex(8)

@@ -23,15 +23,15 @@ from minisgl.server.apis.openai.chat_reply import ChatReply
 ADMIN = {"authorization": "Bearer admin"}
 PROMPT = [50, 51, 52, 53, 54]
 NUM_TOKENS = 40
+ENDLESS = {"ignore_eos": True, "seed": 0}
 ASKED: dict[str, Any] = {
     "prompt": PROMPT,
     "max_tokens": NUM_TOKENS,
-    "seed": 0,
-    "ignore_eos": True,
+    **ENDLESS,
     "return_token_ids": True,
     "logprobs": 0,
 }
-HELLO: Any = {"messages": [{"role": "user", "content": "hi"}]}
+HELLO: Any = {"messages": [{"role": "user", "content": "hi"}], **ENDLESS}
 
 
 @asynccontextmanager
@@ -168,7 +168,7 @@ def test_a_call_that_is_aborted_is_no_answer_that_ran_out_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/v1/responses", {"input": "hi"}, 503),
+        ("/v1/responses", {"input": "hi", **ENDLESS}, 503),
         ("/v1/messages", HELLO | {"max_tokens": NUM_TOKENS}, 529),
     ],
 )

@@ -5,7 +5,7 @@ Paths and fields are those of SGLang and vLLM. Nothing that comes is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -22,10 +22,11 @@ from minisgl.server.service import Asked, Service
 
 if TYPE_CHECKING:  # they import torch
     from minisgl.engine import AsyncEngine
+    from minisgl.engine.weights import InFlight
     from minisgl.models.refilling import TensorInfo
 
 # What becomes of requests that have arrived, by the words of SGLang and vLLM.
-_MODES = {
+_MODES: Mapping[str, InFlight] = {
     "keep": "keep",
     "in_place": "keep",
     "recompute": "recompute",
@@ -62,19 +63,24 @@ class PauseGeneration(Struct):
     `"retract"`"""
 
 
-class Update(Struct, kw_only=True):
-    weight_version: Version | None = None
-    """A name for the weights. Default: a random one. Example: `"step 10"`"""
+class Change(Struct, kw_only=True):
     abort_all_requests: bool = False
     """End the requests that have arrived. Else those that have begun go on with the KV that they
     have. Example: `true`"""
 
+    @property
+    def in_flight(self) -> InFlight:
+        return "abort" if self.abort_all_requests else "keep"
 
-class Rename(Struct, kw_only=True):
+
+class Update(Change, kw_only=True):
+    weight_version: Version | None = None
+    """A name for the weights. Default: a random one. Example: `"step 10"`"""
+
+
+class Rename(Change, kw_only=True):
     new_version: Version
     """A name for the weights that are there. Example: `"step 10"`"""
-    abort_all_requests: bool = False
-    """End the requests that have arrived. Example: `true`"""
 
 
 class UpdateFromDisk(Update, kw_only=True):
@@ -151,7 +157,7 @@ async def _pause(service: Service, mode: str) -> Response:
     return json_response(Done("The engine is paused."))
 
 
-def _mode(mode: str) -> Any:
+def _mode(mode: str) -> InFlight:
     if mode not in _MODES:
         raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
     return _MODES[mode]
@@ -224,11 +230,7 @@ def infos_of(
 
 
 def options_of(body: Update) -> dict[str, Any]:
-    return {"version": body.weight_version, "in_flight": _in_flight(body)}
-
-
-def _in_flight(body: Update | Rename) -> Any:
-    return "abort" if body.abort_all_requests else "keep"
+    return {"version": body.weight_version, "in_flight": body.in_flight}
 
 
 def updated(version: str) -> Response:
@@ -236,7 +238,7 @@ def updated(version: str) -> Response:
 
 
 async def rename(service: Service, asked: Asked[Rename]) -> Response:
-    await asked.engine.weights.rename(asked.body.new_version, _in_flight(asked.body))
+    await asked.engine.weights.rename(asked.body.new_version, asked.body.in_flight)
     return json_response(Renamed(asked.body.new_version))
 
 
