@@ -431,9 +431,10 @@ class LLM:
             llm.update_weights(trained.state_dict(), version="step 10")
 
         All names, dtypes and shapes are checked before anything changes. partial: the weights that
-        are not given stay. in_flight: requests that have begun "keep" the KV of the old weights,
-        "recompute" it, or "abort". No cached prefix outlives its weights. Raises MinisglError;
-        where a number is not finite, the model answers nothing until another update succeeds.
+        are not given stay. in_flight: requests that have begun "keep" the KV of the old weights or
+        "recompute" it, or all "abort" with the tokens that they have. No cached prefix outlives its
+        weights. Raises MinisglError; where a number is not finite, the model answers nothing until
+        another update succeeds.
         """
         update = self.engine.weights.update
         return self._wait_for(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minisgl.engine.changes import Changes
+from minisgl.engine.changes import in_turn
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.startup import Loaded
 from minisgl.errors import ConfigError, InvalidRequestError, ModelNotFoundError
@@ -52,7 +52,7 @@ class LoadedAdapters(dict[str, Adapted]):
         self._numbers = itertools.count()
         for name, facts in ({} if self._reader is None else self._reader.first).items():
             self._add(name, next(self._numbers), facts)
-        self._changes = Changes()
+        self.changing = asyncio.Lock()
 
     @property
     def loaded(self) -> str:
@@ -80,13 +80,9 @@ class LoadedAdapters(dict[str, Adapted]):
         if not (texts and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARS):
             allowed = f"a name of 1 to {MAX_NAME_CHARS} printable characters, and a folder"
             raise InvalidRequestError("lora", f"allowed: {allowed}; {self.loaded}")
-        await self._changes.make(self._load(self._part, name, folder, root))
+        await self._load(self._part, name, folder, root)
 
-    async def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter from now on. Its memory is free after the last that
-        has it. Raises ModelNotFoundError and EngineStoppedError."""
-        await self._changes.make(self._unload(name))
-
+    @in_turn
     async def _load(self, part: Adapters, name: str, folder: str, root: str | None) -> None:
         self._check_open()
         assert self._reader is not None, "there is room"
@@ -115,7 +111,10 @@ class LoadedAdapters(dict[str, Adapted]):
         if base and Path(base).name.lower() != Path(own).name.lower():
             logger.warning("The adapter %s was trained for %.200r, not for %s", name, base, own)
 
-    async def _unload(self, name: str) -> None:
+    @in_turn
+    async def unload(self, name: str) -> None:
+        """Refuse new requests for an adapter from now on. Its memory is free after the last that
+        has it. Raises ModelNotFoundError and EngineStoppedError."""
         self._check_open()
         if self._part is None or not isinstance(name, str) or name not in self:
             raise ModelNotFoundError(f"There is no adapter {name!r:.80}; {self.loaded}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from minisgl.distributed.addresses import GROUP_BACKENDS, GroupAddress
-from minisgl.engine.changes import Changes
+from minisgl.engine.changes import in_turn
 from minisgl.engine.delivery import Delivery
 from minisgl.engine.loop import StepLoop
 from minisgl.engine.startup import Loaded
@@ -24,21 +24,20 @@ from minisgl.errors import (
 )
 from minisgl.models.filling import InMemory, tensors_of
 from minisgl.models.hub import safetensors_files
-from minisgl.models.reading import Piece, joined
+from minisgl.models.reading import joined
 from minisgl.models.refilling import TensorInfo, WeightTaker
-from minisgl.parts.weights.host import WeightVersions
+from minisgl.parts.weights.host import MAX_VERSION_CHARS, WeightVersions
 from minisgl.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_VERSION_CHARS = 256
 MAX_GROUP_RANKS = 1 << 16
 
-# What becomes of requests in flight: they go on with the KV of the old weights, compute all KV
-# anew, or end with an error.
+# What becomes of requests that have arrived: those that have begun go on with the KV of the old
+# weights, or compute all KV anew; or all end with the tokens that they have.
 InFlight: TypeAlias = Literal["keep", "recompute", "abort"]
-_Hold: TypeAlias = Literal["pause", "sleep", "update"]  # why no step is computed
+_Hold: TypeAlias = Literal["pause", "update"]  # why no step is computed, unless all sleeps
 Tag: TypeAlias = Literal["weights", "kv_cache"]  # what sleeps
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
@@ -98,7 +97,7 @@ class Weights:
         self._scheduler, self._delivery, self._steps = scheduler, delivery, steps
         self._refuse, self._check_open = refuse, check_open
         self._versions = next(p for p in scheduler.parts if isinstance(p, WeightVersions))
-        self._changes = Changes()
+        self.changing = asyncio.Lock()
         self._holds: set[_Hold] = set()
         self._asleep: set[Tag] = set()
         self._incomplete: WeightsError | None = None
@@ -138,7 +137,7 @@ class Weights:
 
         tensors: of the dtypes of a checkpoint, on any device. version: a name for the weights, by
         default a random one. partial: the others stay; else all must be there. in_flight: what
-        becomes of requests that have begun. Raises CheckpointError and UnsupportedModelError;
+        becomes of requests that have arrived. Raises CheckpointError and UnsupportedModelError;
         nothing has changed then, unless a number is not finite. Raises ConfigError on several
         nodes, and EngineStoppedError.
         """
@@ -147,14 +146,12 @@ class Weights:
             raise ConfigError("--nnodes", self._num_nodes, reason)
         given = dict(tensors)
         infos = [TensorInfo.of(name, InMemory(tensor)) for name, tensor in given.items()]
-        return await self._changes.make(
-            self._update(
-                infos,
-                lambda taker: taker.take(given.items()),
-                version,
-                partial=partial,
-                in_flight=in_flight,
-            )
+        return await self._update(
+            infos,
+            lambda taker: taker.take(given.items()),
+            version,
+            partial=partial,
+            in_flight=in_flight,
         )
 
     async def update_from_files(
@@ -166,10 +163,11 @@ class Weights:
     ) -> str:
         """The same from the safetensors files of a folder, which all machines have."""
         paths, infos = await asyncio.to_thread(_read, folder)
-        return await self._changes.make(
-            self._update(infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight)
+        return await self._update(
+            infos, lambda taker: taker.take_files(paths), version, in_flight=in_flight
         )
 
+    @in_turn
     async def _update(
         self,
         infos: Sequence[TensorInfo],
@@ -181,15 +179,11 @@ class Weights:
     ) -> str:
         taker = self._open_taker()
         version = secrets.token_hex(8) if version is None else version
-        if not (isinstance(version, str) and 1 <= len(version) <= MAX_VERSION_CHARS):
-            allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
-            raise InvalidRequestError("version", f"{allowed}.")
+        _check_version(version)
         _check_in_flight(in_flight)
         self._check_awake()
         await asyncio.to_thread(taker.begin, infos, partial)
-        await self._steps.pause()
-        try:
-            self._check_alive()
+        async with self._between_steps():
             try:
                 await asyncio.to_thread(take, taker)
                 await asyncio.to_thread(taker.end)
@@ -197,31 +191,50 @@ class Weights:
                 if self._incomplete is None and await self._lacks(taker, error):
                     self._fail(error)
                 raise
-            self._change(version, in_flight, lacks=await self._lacks(taker))
-        finally:
-            self._go_on()
+            lacks = await self._lacks(taker)
+            self._disturb(in_flight, WeightsReplacedError("The weights were replaced."))
+            self._take_version(version, secrets.token_bytes(16))
+            if not lacks:
+                self._incomplete = None
+                self._judge()
         return version
 
+    @in_turn
     async def begin(self) -> None:
         """Compute nothing until `finish`, so that updates meanwhile are seen all at once."""
-        await self._changes.make(self._hold("update"))
+        self._holds.add("update")
+        async with self._between_steps():
+            pass
 
-    async def finish(self) -> None:
-        """Go on after `begin`."""
-        await self._changes.make(self._release("update"))
+    @in_turn
+    async def finish(self, version: str | None = None) -> None:
+        """Go on after `begin`. version: another name for the weights that have come."""
+        if version is not None:
+            await self._rename(version, "keep")
+        self._release("update")
 
+    @in_turn
+    async def rename(self, version: str, in_flight: InFlight = "keep") -> None:
+        """Give the weights another name, from the next token on. They and what is cached stay."""
+        await self._rename(version, in_flight)
+
+    async def _rename(self, version: str, in_flight: InFlight) -> None:
+        _check_version(version)
+        _check_in_flight(in_flight)
+        async with self._between_steps():
+            self._disturb(in_flight, WeightsReplacedError("The weights have another name."))
+            self._take_version(version, self.kv_of)
+
+    @in_turn
     async def read(self, name: str, num_rows: int) -> Any:
         """The first rows of a tensor, by its name in a checkpoint, as nested lists. Raises
         CheckpointError if there is none, or if it is kept in another form."""
-
-        async def found() -> list[Piece]:
-            self._check_awake()
-            return await asyncio.to_thread(self._open_taker().read, name, num_rows)
-
-        return joined(name, await self._changes.make(found()))
+        self._check_awake()
+        return joined(name, await asyncio.to_thread(self._open_taker().read, name, num_rows))
 
     # -- groups ------------------------------------------------------------------------------------
 
+    @in_turn
     async def join_group(self, address: GroupAddress) -> None:
         """Have all ranks join the group of a trainer. Raises InvalidRequestError for a place that
         is none, and CheckpointError if they cannot join."""
@@ -235,11 +248,12 @@ class Weights:
         ):
             if not least <= getattr(address, name) <= most:
                 raise InvalidRequestError(name, f"allowed: {least} to {most}.")
-        await self._changes.make(asyncio.to_thread(self._open_taker().join, address))
+        await asyncio.to_thread(self._open_taker().join, address)
 
+    @in_turn
     async def leave_group(self, name: str) -> None:
         """Leave a group, if it is one."""
-        await self._changes.make(asyncio.to_thread(self._open_taker().leave, name))
+        await asyncio.to_thread(self._open_taker().leave, name)
 
     async def update_from_group(
         self,
@@ -252,59 +266,63 @@ class Weights:
     ) -> str:
         """Replace the weights that the trainer of a group sends, in the order of `infos`; the
         others stay. packed: as the bytes of several. Raises as `update` does."""
-        return await self._changes.make(
-            self._update(
-                infos,
-                lambda taker: taker.take_group(group, infos, packed),
-                version,
-                partial=True,
-                in_flight=in_flight,
-            )
+        return await self._update(
+            infos,
+            lambda taker: taker.take_group(group, infos, packed),
+            version,
+            partial=True,
+            in_flight=in_flight,
         )
 
     def reset_cache(self) -> None:
         """Let no request match what is cached now. Updates do this themselves."""
         self._check_alive()
-        self._take_version(self.version)
+        self._take_version(self.version, secrets.token_bytes(16))
 
     # -- pauses ------------------------------------------------------------------------------------
 
+    @in_turn
     async def pause(self, in_flight: InFlight = "keep") -> None:
-        """Compute nothing until `resume`; requests wait. Raises EngineStoppedError."""
+        """Compute nothing until `resume`; requests that arrive meanwhile wait. Raises
+        EngineStoppedError."""
         _check_in_flight(in_flight)
-
-        async def paused() -> None:
-            await self._hold("pause")
+        self._holds.add("pause")
+        async with self._between_steps():
             self._disturb(in_flight, PausedError("The server is paused."))
 
-        await self._changes.make(paused())
-
+    @in_turn
     async def resume(self) -> None:
-        await self._changes.make(self._release("pause"))
+        self._release("pause")
 
-    async def _hold(self, reason: _Hold) -> None:
+    @contextlib.asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Let no step run inside. Raises EngineStoppedError."""
         self._check_alive()
-        self._holds.add(reason)
         await self._steps.pause()
-        self._check_alive()
+        try:
+            self._check_alive()
+            yield
+        finally:
+            self._go_on()
 
-    async def _release(self, reason: _Hold) -> None:
+    def _release(self, reason: _Hold) -> None:
         self._holds.discard(reason)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Compute steps again, unless something else holds them or the weights are not whole."""
-        if not self._holds and self._incomplete is None:
+        """Compute steps again, unless something else holds them, sleeps or is not whole."""
+        if not (self._holds or self._asleep or self._incomplete):
             self._steps.resume()
 
     # -- sleep -------------------------------------------------------------------------------------
 
+    @in_turn
     async def sleep(self, level: int = 1, in_flight: InFlight = "recompute") -> None:
         """Give the memory of weights and KV cache back until `wake`; requests are refused.
 
         level: 1 keeps the weights in memory of the host; 2 drops them, and a whole update must
-        follow. in_flight: requests that have begun and "keep" or "recompute" wait, and compute
-        their KV anew; else they end with an error. No later request matches what was cached.
+        follow. in_flight: requests that have arrived and "keep" or "recompute" wait, and compute
+        their KV anew; else they end. No later request matches what was cached.
         Raises ConfigError if other engines share the pages, UnsupportedModelError for weights that
         cannot be replaced, DeviceMemoryError, and EngineStoppedError; what was awake is then awake
         again, if it has room.
@@ -315,34 +333,32 @@ class Weights:
         if self._steps.moves.is_shared:
             reason = "other engines may read the KV cache at any time; allowed: to sleep unshared"
             raise ConfigError("address", self._steps.moves.exchange.address, reason)
-        await self._changes.make(self._sleep(level, in_flight))
-
-    async def _sleep(self, level: int, in_flight: InFlight) -> None:
         taker, all_tags = self._open_taker(), {*get_args(Tag)}
         if "weights" in self._asleep:
             level = 1  # they are kept or dropped already
-        await self._hold("sleep")
-        awake, self._asleep = all_tags - self._asleep, all_tags
-        if level == 2:
-            self._incomplete = WeightsIncompleteError(
-                "The weights were dropped. Allowed: an update of all of them."
-            )
-        self._judge()
-        try:
-            await asyncio.to_thread(taker.sleep, level == 2)
-        except BaseException as error:
-            if not await self._lacks(taker, error):
-                self._incomplete = None
-            self._drop_kv("recompute")  # some ranks may have slept
-            await self._wake(taker, awake)
-            raise
-        self._drop_kv(in_flight)
+        async with self._between_steps():
+            awake, self._asleep = all_tags - self._asleep, all_tags
+            if level == 2:
+                self._incomplete = WeightsIncompleteError(
+                    "The weights were dropped. Allowed: an update of all of them."
+                )
+            self._judge()
+            try:
+                await asyncio.to_thread(taker.sleep, level == 2)
+            except BaseException as error:
+                if not await self._lacks(taker, error):
+                    self._incomplete = None
+                self._drop_kv("recompute")  # some ranks may have slept
+                await self._wake(taker, awake)
+                raise
+            self._drop_kv(in_flight)
 
     def _drop_kv(self, in_flight: InFlight) -> None:
         in_flight = "recompute" if in_flight == "keep" else in_flight
         self._disturb(in_flight, AsleepError("The model was put to sleep."))
         self._scheduler.kv.drop_written_since(0)
 
+    @in_turn
     async def wake(self, tags: Iterable[str] = ()) -> None:
         """Take the memory of "weights" or "kv_cache" again, by default of both; once both are
         awake, requests are computed again. Raises DeviceMemoryError if there is too little, and
@@ -350,11 +366,8 @@ class Weights:
         wanted = {*tags} or {*get_args(Tag)}
         if not wanted <= {*get_args(Tag)}:
             raise InvalidRequestError("tags", f"allowed: {' and '.join(get_args(Tag))}.")
-
-        async def woken() -> None:
-            await self._wake(self._open_taker(), self._asleep & wanted)
-
-        await self._changes.make(woken())
+        await self._wake(self._open_taker(), self._asleep & wanted)
+        self._go_on()
 
     async def _wake(self, taker: WeightTaker, tags: set[Tag]) -> None:
         await asyncio.to_thread(taker.wake, sorted(tags))
@@ -362,8 +375,6 @@ class Weights:
             await asyncio.to_thread(taker.capture)
         self._asleep -= tags
         self._judge()
-        if not self._asleep:
-            await self._release("sleep")
 
     def _check_awake(self) -> None:
         if "weights" in self._asleep:
@@ -391,33 +402,31 @@ class Weights:
             "update, at least of what was to come."
         )
         self._judge()
-        self._end_requests(self._incomplete)
+        for stream in [*self._delivery.streams.values()]:
+            self._delivery.cancel(stream.request, self._incomplete)
 
     def _judge(self) -> None:
         self._refuse(self.refusal)
 
-    def _change(self, version: str, in_flight: InFlight, *, lacks: bool) -> None:
-        self._disturb(in_flight, WeightsReplacedError("The weights of the model were replaced."))
-        self._take_version(version)
-        if not lacks:
-            self._incomplete = None
-            self._judge()
-
-    def _take_version(self, version: str) -> None:
-        """Let no request match KV from before."""
+    def _take_version(self, version: str, kv_of: bytes) -> None:
         requests = [stream.request for stream in self._delivery.streams.values()]
-        self._versions.change(version, secrets.token_bytes(16), requests)
+        self._versions.change(version, kv_of, requests)
 
     def _disturb(self, in_flight: InFlight, error: WeightsError) -> None:
-        if in_flight == "abort":
-            self._end_requests(error, only_begun=True)
-        elif in_flight == "recompute":
+        """error: of requests that are to end and generate nothing, which have no part to answer."""
+        if in_flight == "recompute":
             self._scheduler.retract_all()
+        elif in_flight == "abort":
+            for stream in [*self._delivery.streams.values()]:
+                if stream.detokenizer is not None:
+                    stream.text.append(stream.detokenizer.flush(natural=False))
+                self._delivery.cancel(stream.request, None if stream.request.max_tokens else error)
 
-    def _end_requests(self, error: MinisglError, *, only_begun: bool = False) -> None:
-        for request in [stream.request for stream in self._delivery.streams.values()]:
-            if request.admitted_s is not None or not only_begun:
-                self._delivery.cancel(request, error)
+
+def _check_version(version: str) -> None:
+    if not (isinstance(version, str) and 1 <= len(version) <= MAX_VERSION_CHARS):
+        allowed = f"allowed: a name of 1 to {MAX_VERSION_CHARS} characters"
+        raise InvalidRequestError("version", f"{allowed}.")
 
 
 def _check_in_flight(in_flight: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -90,8 +91,7 @@ class Refilling:
         self.tower: Places | None = None  # beside the model, where it sees
         self.memory: Sleep | None = None  # of the runner that has the model
         self._filling: _Fillings | None = None
-        self._largest: list[Tensor] = []  # of tensors that are to come, and so begin at 0
-        self._coming: set[tuple[int, str]] = set()
+        self._coming: set[tuple[int, str]] = set()  # of an update that has changed nothing yet
         self._lacking: set[tuple[int, str]] = set()  # of updates that have not ended
         self._groups: dict[str, WeightGroup] = {}
 
@@ -106,7 +106,6 @@ class Refilling:
         dry.end()
         self._filling = _Fillings(self._all_places, partial=partial)
         self._coming = dry.filled
-        self._largest = [*self._input_scales()]
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put tensors into their places. Raises CheckpointError, also for numbers that are not
@@ -117,10 +116,8 @@ class Refilling:
 
     def take_files(self, files: Sequence[str]) -> None:
         """The same of all tensors of safetensors files."""
-        self._lanes.enter_thread()
-        for file in files:
-            for name, stored in tensors_of(Path(file)):
-                self._take(name, stored[...])
+        stored = chain.from_iterable(tensors_of(Path(file)) for file in files)
+        self.take((name, each[...]) for name, each in stored)
 
     def join(self, address: GroupAddress) -> None:
         """Join a trainer's group. Raises CheckpointError if that cannot be."""
@@ -168,10 +165,11 @@ class Refilling:
         assert self._filling is not None, "an update has begun"
         if tensor.dtype in _FLOATS and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{UPDATE}: {name} has NaN or infinities; allowed: numbers.")
-        self._lacking |= self._coming
-        for largest in self._largest:
-            largest.zero_()
-        self._largest = []
+        if self._coming:
+            self._lacking |= self._coming
+            self._coming = set()
+            for largest in self._input_scales():  # of those that come
+                largest.zero_()
         self._filling.add(name, InMemory(tensor))
 
     def end(self) -> None:
@@ -208,8 +206,8 @@ class Refilling:
         required: dict[str, Target] = {}
         if drops_weights:
             self._refuse(False)
-            targets = self._places.to.targets
-            required = {name: each for name, each in targets.items() if each.is_required}
+            targets = self._places.to.targets.items()
+            required = {name: each for name, each in targets if each.is_required}
         self.memory.release(_storages(required.values()))
         self._lacking |= {(0, name) for name in required}
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -31,7 +34,8 @@ FROM_DISK, FROM_GROUP, TRANSFERRED = (
     "/update_weights",
 )
 JOIN, INIT = "/init_weights_update_group", "/init_weight_transfer_engine"
-WORLD_SIZE = "/get_world_size"
+UPDATES = (FROM_DISK, FROM_GROUP, TRANSFERRED)
+WORLD_SIZE, RENAME = "/get_world_size", "/update_weight_version"
 # What keeps replicas from answering, and what ends it.
 HOLDS = {
     "/sleep": "sleep",
@@ -58,6 +62,7 @@ class FleetTraining:
         self._asking = asyncio.Lock()
         # What has made the weights other ones than those that a replica starts with.
         self._last_update: HTTPRequest | None = None
+        self._last_name: HTTPRequest | None = None  # what has named them since
         self._holds: dict[str, list[HTTPRequest]] = {}  # by HOLDS; those after the first end a part
 
     def routes(self) -> list[Route]:
@@ -71,6 +76,8 @@ class FleetTraining:
         return await asyncio.shield(asyncio.ensure_future(self._ask(asked)))
 
     async def _ask(self, asked: HTTPRequest) -> Response:
+        if asked.path in UPDATES:
+            asked = _changed(asked, _name)
         async with self._asking:
             replicas = self._fleet.replicas
             running = [each for each in replicas if each.state.is_ready or each.state.refusal]
@@ -78,12 +85,14 @@ class FleetTraining:
             is_done = any(status == 200 for status, _ in answers)
             if is_done:
                 self._hold(asked)
-            if asked.path in (FROM_DISK, FROM_GROUP, TRANSFERRED):
+            if asked.path in UPDATES:
                 # One that has ended, or is without weights now, may have begun.
                 if is_done or any([await probe(each) != (True, "") for each in running]):
-                    self._last_update = asked
+                    self._last_update, self._last_name = asked, None
             elif is_done and asked.path == "/sleep" and b"level=2" in asked.query:
                 self._last_update = asked
+            elif is_done and (asked.path == RENAME or b"weight_version" in asked.body):
+                self._last_name = asked
         failed = [pair for pair in zip(replicas, answers, strict=True) if pair[1][0] != 200]
         if failed:
             raise ReplicaRefusedError(failed)
@@ -108,10 +117,11 @@ class FleetTraining:
         async with self._asking:
             replica = self._fleet.replicas[index]
             is_there = await self._bring_weights(replica)
-            for held in [each for holds in self._holds.values() for each in holds]:
+            names = filter(None, [self._last_name])
+            for each in [*names, *chain.from_iterable(self._holds.values())]:
                 # At level 2 a sleep would drop the weights, which may have come later.
-                query = b"" if held.path == "/sleep" else held.query
-                is_there = is_there and await self._has_done(replica, replace(held, query=query))
+                query = b"" if each.path == "/sleep" else each.query
+                is_there = is_there and await self._has_done(replica, replace(each, query=query))
         if not is_there:
             await asyncio.sleep(RETRY_S)
         return is_there
@@ -136,15 +146,25 @@ class FleetTraining:
 
     async def _answer(self, replica: Replica, asked: HTTPRequest) -> tuple[int, bytes]:
         """Status and body; 503 if it does not answer."""
+
+        def shift(told: dict[str, Any]) -> None:
+            told.get("init_info", told)["rank_offset"] += replica.index * self._num_ranks
+
         if asked.path in (JOIN, INIT):
-            asked = replace(asked, body=_as_ranks_of(replica, asked.body, self._num_ranks))
+            asked = _changed(asked, shift)
         return await answer_of(replica, asked, ANSWER_S)
 
 
-def _as_ranks_of(replica: Replica, body: bytes, num_ranks: int) -> bytes:
-    """What has a replica join a group, with the rank that its first one has there."""
+def _changed(asked: HTTPRequest, change: Callable[[dict[str, Any]], object]) -> HTTPRequest:
+    """The same with another body; as it is, if replicas refuse that."""
     with suppress(msgspec.MsgspecError, TypeError, KeyError, AttributeError):
-        told: dict[str, Any] = msgspec.json.decode(body)
-        told.get("init_info", told)["rank_offset"] += replica.index * num_ranks
-        return msgspec.json.encode(told)
-    return body  # which the replica refuses
+        told: dict[str, Any] = msgspec.json.decode(asked.body)
+        change(told)
+        return replace(asked, body=msgspec.json.encode(told))
+    return asked
+
+
+def _name(told: dict[str, Any]) -> None:
+    """Give the weights of all replicas one name, if the trainer gives none."""
+    if told.get("weight_version") is None:
+        told["weight_version"] = secrets.token_hex(8)

@@ -48,6 +48,7 @@ from minisgl.errors import (
 from minisgl.models import sleeping
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.parts.weights.host import versions_of
+from minisgl.request import FinishReason
 
 WIDE_HEAD = {"dtype": "bfloat16", "head_dtype": "float32"}
 
@@ -186,18 +187,25 @@ def test_requests_in_flight_go_on_with_the_weights_that_come(in_flight: InFlight
     asyncio.run(run())
 
 
-def test_requests_in_flight_may_end_with_an_error() -> None:
+def test_requests_that_have_arrived_may_end_with_the_tokens_that_they_have() -> None:
     expected = answers_of(1)
 
     async def run() -> None:
         async with engine_of(0, max_running_requests=1) as engine:
-            stream = await midway(engine)
+            whole = await ended(engine, PROMPTS[1], max_tokens=40)
+            stream = await midway(engine, salt="other")
             queued = engine.submit(PROMPTS[1], GREEDY)
+            scored = asyncio.ensure_future(engine.vectors.logits([PROMPTS[1]], (1, 2)))
+            await asyncio.sleep(0)
             await engine.weights.update(weights_of(1), in_flight="abort")
+            for each in (stream, queued):
+                await each.wait_finished()
+                assert each.request.finish_reason is FinishReason.ABORT
+            tokens = stream.request.output_token_ids
+            assert 5 <= len(tokens) < 40 and tokens == whole.output_token_ids[: len(tokens)]
+            assert queued.request.output_token_ids == []
             with pytest.raises(WeightsReplacedError):
-                await stream.wait_finished()
-            await queued.wait_finished()
-            assert queued.request.output_token_ids == expected[1][0]
+                await scored
             assert await answers(engine) == expected
 
     asyncio.run(run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,16 @@ from minisgl.router import training as module
 from minisgl.router.adapters import ReplicaRefusedError
 from minisgl.router.exchange import HTTPRequest
 from minisgl.router.fleet import ReplicaState
-from minisgl.router.training import FROM_DISK, FROM_GROUP, FleetTraining
+from minisgl.router.training import (
+    FROM_DISK,
+    FROM_GROUP,
+    RENAME,
+    TRANSFERRED,
+    FleetTraining,
+)
 
 DROPPED = ["/sleep?level=2", "/wake_up"]
+NAMED = "/finish_weight_update?name=7"  # with a body that has one for the weights
 
 
 class Started:
@@ -27,10 +36,12 @@ class Started:
         """status: of answers to what begins with `fails`. code: why it takes no requests then."""
         self.status, self.fails, self.code = status, fails, code
         self.asked: list[str] = []
+        self.bodies: list[bytes] = []
         self.state = ReplicaState(is_ready=True)
 
     async def whole(self, sent: bytes) -> tuple[int, bytes]:
         self.asked.append(path := sent.decode().split()[1])
+        self.bodies.append(sent.partition(b"\r\n\r\n")[2])
         return self.status if path.startswith(self.fails) else 200, b"{}"
 
     async def get(self, path: str) -> tuple[int, bytes]:
@@ -40,7 +51,8 @@ class Started:
 
 def asked_of(target: str) -> HTTPRequest:
     path, _, query = target.partition("?")
-    return HTTPRequest("POST", path, query.encode(), [], b"{}", raw_path=path.encode())
+    body = b'{"weight_version": "7"}' if target == NAMED else b"{}"
+    return HTTPRequest("POST", path, query.encode(), [], body, raw_path=path.encode())
 
 
 async def training_of(replica: Started, targets: tuple[str, ...]) -> FleetTraining:
@@ -111,6 +123,10 @@ async def test_it_waits_for_weights_if_those_of_all_others_are_incomplete(code: 
         (("/pause_generation", "/start_weight_update", "/resume"), ["/start_weight_update"]),
         (("/start_weight_update", FROM_DISK), [FROM_DISK, "/start_weight_update"]),
         (("/start_weight_update", FROM_DISK, "/finish_weight_update"), [FROM_DISK]),
+        (("/start_weight_update", FROM_DISK, NAMED), [FROM_DISK, NAMED]),
+        ((FROM_DISK, NAMED, "/start_weight_update"), [FROM_DISK, NAMED, "/start_weight_update"]),
+        ((FROM_DISK, NAMED, FROM_DISK), [FROM_DISK]),
+        (("/sleep", RENAME), [RENAME, "/sleep"]),
     ],
     ids=str,
 )
@@ -121,6 +137,24 @@ async def test_it_is_kept_from_answering_as_the_others_are(
     later = start(training, Started())
     assert await training.bring(0)
     assert later.asked == brought
+
+
+@pytest.mark.parametrize("path", [FROM_DISK, FROM_GROUP, TRANSFERRED])
+async def test_the_weights_of_all_replicas_have_one_name(path: str) -> None:
+    fleet = SimpleNamespace(replicas=[Started(), Started()])
+    training = FleetTraining(fleet, "admin", 1)  # type: ignore[arg-type]
+    for body in (b"{}", b'{"weight_version": null}', b'{"weight_version": "7"}', b"[", b"3"):
+        await training._ask(replace(asked_of(path), body=body))
+    found = [each.bodies for each in fleet.replicas]
+    first, second, given, *broken = found[0]
+    assert found[0] == found[1] and first != second
+    names = [json.loads(each)["weight_version"] for each in (first, second, given)]
+    assert all(names) and names[2] == "7" and broken == [b"[", b"3"]
+    later = start(training, Started())
+    await training._ask(replace(asked_of(path), body=b"{}"))
+    expected, later.bodies = later.bodies, []
+    assert await training.bring(0)
+    assert later.bodies == expected if path == FROM_DISK else later.asked[-2:] == DROPPED
 
 
 @pytest.mark.parametrize("path", ["/sleep?level=2", "/wake_up", "/pause"])

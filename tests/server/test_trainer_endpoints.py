@@ -107,6 +107,24 @@ def test_answers_name_the_versions_of_the_weights(client: httpx.Client, trained:
     assert client.get("/server_info").json()["weight_version"] == "9"
 
 
+def test_weights_may_get_another_name(client: httpx.Client) -> None:
+    path = "/update_weight_version"
+    before = completion(client)
+    for version in ("step 1", "step 2"):
+        answer = client.post(path, json={"new_version": version}).raise_for_status()
+        assert answer.json() == {"new_version": version, "success": True}
+        assert client.get("/server_info").json()["weight_version"] == version
+        named = completion(client)
+        assert named["choices"][0]["weight_versions"] == [[0, version]]
+        assert named["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+        assert named["system_fingerprint"] == before["system_fingerprint"]
+        assert named["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    for wrong in ({}, {"new_version": ""}, {"new_version": "7" * 257}, {"new_version": 7}):
+        refused = client.post(path, json=wrong)
+        assert refused.status_code == 400 and error_of(refused)["param"] == "new_version"
+    assert client.get("/server_info").json()["weight_version"] == "step 2"
+
+
 def test_the_fingerprint_tells_weights_apart(client: httpx.Client, trained: Path) -> None:
     found = [completion(client)["system_fingerprint"] for _ in range(2)]
     for folder in (trained, DEMO_FOLDER):

@@ -83,12 +83,18 @@ def expected(trained: Path) -> list[Any]:
         return logprobs_of(client)
 
 
-@pytest.mark.parametrize("packed_bytes", [0, 100_000])
+@pytest.mark.parametrize(
+    ("packed_bytes", "named", "finished", "version"),
+    [(0, {"weight_version": "7"}, {}, "7"), (100_000, {}, {"weight_version": "8"}, "8")],
+)
 def test_the_calls_of_trls_client_replace_the_weights(
     client: httpx.Client,
     trained: Path,
     expected: list[Any],
     packed_bytes: int,
+    named: dict[str, str],
+    finished: dict[str, str],
+    version: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_group, "PACKED_BYTES", packed_bytes)
@@ -113,9 +119,10 @@ def test_the_calls_of_trls_client_replace_the_weights(
             asked(client.post("/init_weight_transfer_engine", json={"init_info": place}))
             asked(client.post("/pause?mode=keep"))
             asked(client.post("/start_weight_update", json={}))
-            asked(client.post("/update_weights", json={"update_info": update}))
-            asked(client.post("/finish_weight_update", json={}))
+            asked(client.post("/update_weights", json={"update_info": update, **named}))
+            asked(client.post("/finish_weight_update", json=finished))
             asked(client.post("/resume"))
+    assert asked(client.get("/server_info"))["weight_version"] == version
     asked(client.post("/reset_prefix_cache"))
     assert logprobs_of(client) == expected != before
 
@@ -124,7 +131,7 @@ def test_no_request_is_computed_between_the_updates_of_one(
     serving: Served[AsyncEngine], client: httpx.Client
 ) -> None:
     engine = serving.engine
-    asked(client.post("/start_weight_update", json={}))
+    asked(client.post("/start_weight_update"))
     asked(client.post("/resume"))
     asked(client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)}))
 
@@ -132,7 +139,10 @@ def test_no_request_is_computed_between_the_updates_of_one(
         lambda: engine.submit([*range(300, 310)], SamplingParams(max_tokens=2))
     )
     assert serving.on_loop(lambda: engine.stats().num_queued) == 1
-    asked(client.post("/finish_weight_update", json={}))
+    wrong = client.post("/finish_weight_update", json={"weight_version": ""})
+    assert wrong.status_code == 400 and error_of(wrong)["param"] == "weight_version"
+    assert serving.on_loop(lambda: engine.stats().num_queued) == 1
+    asked(client.post("/finish_weight_update"))
     asyncio.run_coroutine_threadsafe(queued.wait_finished(), serving.loop).result()
     assert queued.request.num_output_tokens == 2
 
@@ -195,6 +205,17 @@ def test_weights_are_read_by_their_names(client: httpx.Client) -> None:
             "/update_weights",
             {"update_info": {"names": [NORM], "dtype_names": ["float32"], "shapes": [[-1]]}},
             "has the shape",
+        ),
+        *(
+            (
+                "/update_weights",
+                {
+                    "update_info": {"names": [], "dtype_names": [], "shapes": []},
+                    "weight_version": wrong,
+                },
+                "weight_version",
+            )
+            for wrong in ("", "7" * 257, 7)
         ),
         ("/init_weight_transfer_engine", {}, "init_info"),
         (

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from minisgl.request import Extra, Request, RequestStatus, SamplingParams
 from minisgl.scheduler.parts import Part
 
+MAX_VERSION_CHARS = 256
+
 
 class VersionSpan(NamedTuple):
     """Output tokens that weights of one version have sampled: those from `first` on."""
@@ -32,7 +34,7 @@ class OfWeights(Extra):
 
 class WeightVersions(Part):
     """Gives new requests the present version, so that they match no KV of older weights. Until the
-    weights are changed for the first time, it says nothing."""
+    weights are changed or named for the first time, it says nothing."""
 
     kind = OfWeights
 
@@ -43,7 +45,9 @@ class WeightVersions(Part):
     def extra(
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
-        return OfWeights([VersionSpan(0, self.version)], self.kv_of) if self.kv_of else None
+        if not (self.version or self.kv_of):
+            return None
+        return OfWeights([VersionSpan(0, self.version)], self.kv_of)
 
     def concerns(self, request: Request) -> bool:
         return False  # it does nothing in steps
@@ -51,7 +55,7 @@ class WeightVersions(Part):
     def change(self, version: str, kv_of: bytes, requests: Iterable[Request]) -> None:
         """Take a new version, whose KV has a key of its own. Requests that run go on with the KV
         that they have, and share no more of it, also with engines that are started later; those
-        that wait match no older one."""
+        that wait match no older one. The key of before: only the name of the version is new."""
         for request in requests:
             of_weights = request.extra(OfWeights)
             if of_weights is None:
@@ -61,6 +65,8 @@ class WeightVersions(Part):
             if spans[-1].first == num_tokens:
                 spans.pop()
             spans.append(VersionSpan(num_tokens, version))
+            if kv_of == self.kv_of:
+                continue
             of_weights.is_mixed = request.status is RequestStatus.RUNNING
             if not of_weights.is_mixed:
                 request.namespace = blake2b(request.namespace + kv_of, digest_size=16).digest()
@@ -68,6 +74,6 @@ class WeightVersions(Part):
 
 
 def versions_of(request: Request) -> list[VersionSpan]:
-    """The versions of the weights that have answered a request; none until weights are changed."""
+    """The versions of the weights that have answered a request; none until they have a name."""
     of_weights = request.extra(OfWeights)
     return [] if of_weights is None else of_weights.spans

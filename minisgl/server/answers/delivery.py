@@ -121,6 +121,8 @@ class WholeResponse(ReplyResponse):
         async with limit.held():
             limit.watch(streams[0].request)
             await _all_or_none(map(_keep, choices, streams))
+        if self._left:
+            return  # what there is of an aborted answer is for trainers
         many = sum(choice.num_scored for choice in choices) > MANY_SCORED
         body = await asyncio.to_thread(self._reply.whole) if many else self._reply.whole()
         headers = [

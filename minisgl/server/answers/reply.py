@@ -20,7 +20,7 @@ from minisgl.request import FinishReason, OutputDelta
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.plan import AnswerStyle
 
-EndReason: TypeAlias = Literal["stop", "length"]
+EndReason: TypeAlias = Literal["stop", "length", "abort"]
 
 
 @dataclass(slots=True)
@@ -99,10 +99,8 @@ class ReplyChoice(ABC):
         return 0
 
     def check_finished(self) -> EndReason:
-        """Why the choice ended, called after its stream; raises EngineStoppedError if it did not.
-
-        A stream that is aborted ends without a reason.
-        """
+        """Why the choice ended, called after its stream; raises EngineStoppedError if it did not,
+        or if it was aborted and the API has no word for that."""
         if self._finish_reason is None:
             raise EngineStoppedError("The request was stopped before it had finished.")
         return self._finish_reason

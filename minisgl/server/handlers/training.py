@@ -5,33 +5,35 @@ Paths and fields are those of SGLang and vLLM. Nothing that comes is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.distributed.addresses import GroupAddress
 from minisgl.errors import CallerError, CheckpointError, ConfigError, InvalidRequestError
+from minisgl.parts.weights.host import MAX_VERSION_CHARS
 from minisgl.server.endpoint import Endpoint
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
 if TYPE_CHECKING:  # they import torch
     from minisgl.engine import AsyncEngine
+    from minisgl.engine.weights import InFlight
     from minisgl.models.refilling import TensorInfo
 
-# What becomes of requests that have begun, by the words of SGLang and vLLM.
-_MODES = {
+# What becomes of requests that have arrived, by the words of SGLang and vLLM.
+_MODES: Mapping[str, InFlight] = {
     "keep": "keep",
     "in_place": "keep",
     "recompute": "recompute",
     "retract": "recompute",
     "abort": "abort",
 }
-_SPELLINGS = {"version": "weight_version"}  # of fields
+Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 _GROUP = "weight_update_group"
 JOIN = "Join a group in which a trainer sends weights."
 A = TypeVar("A")
@@ -39,6 +41,11 @@ A = TypeVar("A")
 
 class Done(Struct):
     message: str
+    success: bool = True
+
+
+class Renamed(Struct):
+    new_version: str
     success: bool = True
 
 
@@ -52,15 +59,28 @@ class Sleeping(Struct):
 
 class PauseGeneration(Struct):
     mode: str = "abort"
-    """What becomes of requests that have begun: in_place, retract or abort. Example: `"retract"`"""
+    """What becomes of requests that have arrived: in_place, retract or abort. Example:
+    `"retract"`"""
 
 
-class Update(Struct, kw_only=True):
-    weight_version: str | None = None
-    """A name for the weights. Default: a random one. Example: `"step 10"`"""
+class Change(Struct, kw_only=True):
     abort_all_requests: bool = False
-    """End the requests that have begun, which else go on with the KV that they have. Example:
-    `true`"""
+    """End the requests that have arrived. Else those that have begun go on with the KV that they
+    have. Example: `true`"""
+
+    @property
+    def in_flight(self) -> InFlight:
+        return "abort" if self.abort_all_requests else "keep"
+
+
+class Update(Change, kw_only=True):
+    weight_version: Version | None = None
+    """A name for the weights. Default: a random one. Example: `"step 10"`"""
+
+
+class Rename(Change, kw_only=True):
+    new_version: Version
+    """A name for the weights that are there. Example: `"step 10"`"""
 
 
 class UpdateFromDisk(Update, kw_only=True):
@@ -118,9 +138,6 @@ def told(handler: Handler[A]) -> Handler[A]:
     async def answered(service: Service, asked: A) -> Response:
         try:
             return await handler(service, asked)
-        except InvalidRequestError as error:
-            error.param = _SPELLINGS.get(error.param, error.param)
-            raise
         except (CheckpointError, ConfigError) as error:
             raise CallerError(str(error)) from error
 
@@ -128,7 +145,7 @@ def told(handler: Handler[A]) -> Handler[A]:
 
 
 async def pause(service: Service, request: Request) -> Response:
-    return await _pause(service, request.query_params.get("mode", "keep"))
+    return await _pause(service, request.query_params.get("mode", "abort"))
 
 
 async def pause_generation(service: Service, asked: Asked[PauseGeneration]) -> Response:
@@ -140,7 +157,7 @@ async def _pause(service: Service, mode: str) -> Response:
     return json_response(Done("The engine is paused."))
 
 
-def _mode(mode: str) -> Any:
+def _mode(mode: str) -> InFlight:
     if mode not in _MODES:
         raise InvalidRequestError("mode", f"allowed: {', '.join(_MODES)}.")
     return _MODES[mode]
@@ -169,7 +186,7 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 
 async def update_from_disk(service: Service, asked: Asked[UpdateFromDisk]) -> Response:
     body, weights = asked.body, asked.engine.weights
-    return updated(await weights.update_from_files(body.model_path, **_options(body)))
+    return updated(await weights.update_from_files(body.model_path, **options_of(body)))
 
 
 async def join_group(service: Service, asked: Asked[JoinGroup]) -> Response:
@@ -191,7 +208,7 @@ async def leave_group(service: Service, asked: Asked[LeaveGroup]) -> Response:
 async def update_from_group(service: Service, asked: Asked[UpdateFromGroup]) -> Response:
     body, weights = asked.body, asked.engine.weights
     infos = infos_of(body.names, body.dtypes, body.shapes)
-    return updated(await weights.update_from_group(body.group_name, infos, **_options(body)))
+    return updated(await weights.update_from_group(body.group_name, infos, **options_of(body)))
 
 
 def infos_of(
@@ -212,13 +229,17 @@ def infos_of(
     return [*map(TensorInfo, names, (named[dtype] for dtype in dtypes), shapes)]
 
 
-def _options(body: Update) -> dict[str, Any]:
-    in_flight = "abort" if body.abort_all_requests else "keep"
-    return {"version": body.weight_version, "in_flight": in_flight}
+def options_of(body: Update) -> dict[str, Any]:
+    return {"version": body.weight_version, "in_flight": body.in_flight}
 
 
 def updated(version: str) -> Response:
     return json_response(Done(f"The weights have the version {version}."))
+
+
+async def rename(service: Service, asked: Asked[Rename]) -> Response:
+    await asked.engine.weights.rename(asked.body.new_version, asked.body.in_flight)
+    return json_response(Renamed(asked.body.new_version))
 
 
 async def read_weight(service: Service, asked: Asked[ReadWeight]) -> Response:
@@ -258,6 +279,13 @@ ENDPOINTS = (
         told(read_weight),
         ReadWeight,
         answer=None,
+    ),
+    admins(
+        "/update_weight_version",
+        "Give the weights another name.",
+        rename,
+        Rename,
+        answer=Renamed,
     ),
     admins("/destroy_weights_update_group", "Leave a group.", leave_group, LeaveGroup),
     admins("/pause", "Compute nothing, and let requests wait.", pause),

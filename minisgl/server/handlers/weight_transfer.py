@@ -13,12 +13,17 @@ from minisgl.server.handlers.training import (
     JOIN,
     Done,
     Place,
+    Update,
+    Version,
     admins,
     infos_of,
     joined,
+    options_of,
     told,
     updated,
 )
+from minisgl.server.http.bodies import read_bytes
+from minisgl.server.http.decoding import decode
 from minisgl.server.http.encoding import json_response
 from minisgl.server.service import Asked, Service
 
@@ -48,9 +53,14 @@ class Coming(Struct, kw_only=True):
     """As of the group. Example: `true`"""
 
 
-class UpdateWeights(Struct, kw_only=True):
+class UpdateWeights(Update, kw_only=True):
     update_info: Coming
     """What comes."""
+
+
+class FinishUpdate(Struct, kw_only=True):
+    weight_version: Version | None = None
+    """Another name for the weights that have come."""
 
 
 class ServerInfo(Struct):
@@ -116,11 +126,15 @@ async def start_update(service: Service, request: Request) -> Response:
 async def update_weights(service: Service, asked: Asked[UpdateWeights]) -> Response:
     told_of, weights = asked.body.update_info, asked.engine.weights
     infos = infos_of(told_of.names, told_of.dtype_names, told_of.shapes, "dtype_names")
-    return updated(await weights.update_from_group(_GROUP, infos, packed=told_of.packed))
+    options = options_of(asked.body)
+    return updated(await weights.update_from_group(_GROUP, infos, packed=told_of.packed, **options))
 
 
 async def finish_update(service: Service, request: Request) -> Response:
-    await service.state.engine().weights.finish()
+    """Clients of vLLM may send a body, or none."""
+    body, strict = await read_bytes(request) or b"{}", service.state.config.strict_fields
+    told_of = decode(body, FinishUpdate, strict=strict)
+    await service.state.engine().weights.finish(told_of.weight_version)
     return json_response(Done("Requests are computed with the weights that have come."))
 
 
@@ -140,5 +154,9 @@ ENDPOINTS = (
         told(update_weights),
         UpdateWeights,
     ),
-    admins("/finish_weight_update", "Go on with the weights that have come.", finish_update),
+    admins(
+        "/finish_weight_update",
+        "Go on with the weights that have come. A body may name them: weight_version.",
+        finish_update,
+    ),
 )

@@ -11,7 +11,7 @@ from minisgl.server.answers.content_scores import ScoredToken
 from minisgl.server.answers.reply import EndReason
 from minisgl.text.tokenizer import DESCRIBED
 
-ChatEndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+ChatEndReason: TypeAlias = EndReason | Literal["tool_calls"]
 
 
 class PromptTokensDetails(Struct, omit_defaults=True):

@@ -91,7 +91,7 @@ class ChatChoice(ChunkedChoice):
     def _end_reason(self) -> answers.ChatEndReason:
         """Calls are complete only where the model has ended the answer by itself, and each well."""
         reason = self.check_finished()
-        if self._reader.has_broken_call:
+        if reason == "stop" and self._reader.has_broken_call:
             return "length"
         return "tool_calls" if reason == "stop" and self._reader.calls else reason
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
-from minisgl.request import OutputDelta, TokenLogprobs
+from minisgl.request import FinishReason, OutputDelta, TokenLogprobs
 from minisgl.server.answers.alignment import Alignment, PlacedToken, place_prompt
 from minisgl.server.answers.content_scores import LOWEST_LOGPROB, named_by_id
 from minisgl.server.answers.jobs import GenerationJob
@@ -138,6 +138,11 @@ class ChunkedChoice(ReplyChoice):
             num_accepted_tokens=0,
         )
         return self._opening()
+
+    def _end(self, delta: OutputDelta) -> None:
+        super()._end(delta)
+        if delta.finish_reason is FinishReason.ABORT:  # by a trainer, who takes what there is
+            self._finish_reason = "abort"
 
     def _chunk_usage(self) -> Usage | UnsetType | None:
         return usage_of([self]) if self._continuous_usage else self._envelope.no_usage
