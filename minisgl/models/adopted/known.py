@@ -41,31 +41,33 @@ def recognised(model: nn.Module) -> Known:
 class ExpertKind:
     """What experts compute, and how a checkpoint has them: see FusedExperts."""
 
+    transposed: bool = False  # of a matrix the inputs come before the outputs
     bias: bool = False
     clamped: Clamped | None = None  # None: silu(gate) · up
     interleaved: bool = False
 
 
 PLAIN = ExpertKind()
+# Whether matrices are transposed, there are biases, and gates come first, not in turn with ups.
+_LAYOUTS = ((False, False, True), (True, False, True), (True, True, False))
 
 
 def expert_kind(module: Any) -> ExpertKind | None:
-    """Of a module of experts that minisgl's kernels compute: plain ones, or those of gpt-oss."""
+    """Of a module of experts that minisgl's kernels compute: silu(gate) · up without biases, gates
+    first, or those of gpt-oss."""
     # Not every release has each of them.
-    flags = [
+    has_gate, has_norm, transposed, bias = (
         getattr(module, name, False)
-        for name in ("has_gate", "has_post_expert_norm", "has_bias", "is_transposed")
-    ]
-    if flags[:2] != [True, False]:
+        for name in ("has_gate", "has_post_expert_norm", "is_transposed", "has_bias")
+    )
+    if not has_gate or has_norm or (transposed, bias, module.is_concatenated) not in _LAYOUTS:
         return None
-    kind, gates = PLAIN, torch.linspace(-9, 9, 24, device="cpu").view(2, 12)
-    if flags[2:] == [True, True] and not module.is_concatenated:
+    kind, gates = ExpertKind(transposed), torch.linspace(-9, 9, 24, device="cpu").view(2, 12)
+    if bias:
         limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
         if not isinstance(limit, int | float) or not isinstance(alpha, int | float):
             return None
-        kind, gates = ExpertKind(True, Clamped(limit, alpha), True), gates * (limit / 5)
-    elif any(flags[2:]) or not module.is_concatenated:
-        return None
+        kind, gates = ExpertKind(True, True, Clamped(limit, alpha), True), gates * (limit / 5)
     in_turn = gates.view(2, 2, 6).mT.flatten(1) if kind.interleaved else gates
     return kind if _is_close(module._apply_gate(in_turn), activated(gates, kind.clamped)) else None
 

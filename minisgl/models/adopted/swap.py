@@ -139,7 +139,7 @@ class Swap:
 
     def _experts(self, name: str, experts: Any, kind: ExpertKind) -> None:
         num_experts, *sizes = experts.down_proj.shape
-        size, hidden_size = sizes if kind.interleaved else sizes[::-1]
+        size, hidden_size = sizes if kind.transposed else sizes[::-1]
         # Those with biases are not quantised, unlike the maps around them.
         format = WeightFormat(self.format.dtype) if kind.bias else self._format_of(name)
         made = ExpertsOf(
@@ -149,7 +149,7 @@ class Swap:
             interleaved=kind.interleaved,
             by_rank=self.experts_by_rank,
         )
-        made.fuses = self.way.fuses
+        made.fuses, made.transposed = self.way.fuses, kind.transposed
         self.put(name, made)
 
     def _maps(self, names: Sequence[str]) -> None:
