@@ -215,6 +215,18 @@ class DeviceMemoryError(MinisglError):
     code = "out_of_memory"
 
 
+class CaptureError(MinisglError):
+    """A step of this model cannot be captured as a CUDA graph on this device."""
+
+    exit_code = 2
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "A step of this model cannot be captured as a CUDA graph here: "
+            f"{reason.rstrip('.')}. --cuda-graph-max-bs 0 runs it without one, which takes longer."
+        )
+
+
 class StepError(MinisglError):
     """A step failed on the device; the requests in it are lost, the engine goes on."""
 

@@ -183,8 +183,9 @@ def quantization_fields(values: Mapping[str, Any]) -> Fields | None:
 
 def checkpoint_dtype(fields: Fields) -> str:
     """The dtype of a checkpoint's weights, one of DTYPES. Raises UnsupportedModelError."""
-    # Configs without the field date from when every checkpoint was float32.
-    value = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+    # Configs without the field date from when every checkpoint was float32, or are of gpt-oss.
+    default = "bfloat16" if fields.values.get("model_type") == "gpt_oss" else "float32"
+    value = fields.values.get("dtype") or fields.values.get("torch_dtype") or default
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedModelError(

@@ -37,8 +37,6 @@ def read_config(fields: Fields, architecture: str) -> NativeConfig:
     if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
         rope = _ROPE | {"rope_theta": fields.number("rope_theta", 150_000.0)}
         fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
-    if not (fields.values.get("dtype") or fields.values.get("torch_dtype")):
-        fields = Fields({**fields.values, "dtype": "bfloat16"}, fields.where)  # as published
     return read_decoder(
         fields,
         architecture,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.device.lanes import GraphPool
+from minisgl.errors import CaptureError, in_one_line
 from minisgl.runner.computation import Computation
 from minisgl.runner.graphs import CapturedStep, GraphKey
 from minisgl.runner.sampled_rows import SampleRows
@@ -35,12 +36,11 @@ class Capture:
         """Capture more steps, in the order of `keys`; `progress` gets the number done.
 
         A step that does not fit into memory is left out, as is a masked step that cannot be
-        captured; with several ranks the error is raised instead.
+        captured; with several ranks the error is raised instead. Raises CaptureError.
         """
         computation, steps = self._computation, list(captured)
         stage = computation.stage
         if not steps:
-            self._pool = computation.lanes.graph_pool()  # the last one has ended with its graphs
             with torch.inference_mode(), computation.lanes.compute("no rows"):
                 computation.tables.update(StepPlan(0, ()))
         if stage.is_last and any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
@@ -48,15 +48,18 @@ class Capture:
         stage.make_boxes(max((key.shape.num_rows for key in keys), default=0))
         for done, key in enumerate(keys):
             progress(done)
+            if not steps:
+                self._pool = computation.lanes.graph_pool()  # one ends with the last of its graphs
             try:
                 steps.append(self._same_rows(key, steps) or self._capture(key))
-            except RuntimeError as error:
+            except (RuntimeError, CaptureError) as error:
                 out_of_memory = isinstance(error, torch.OutOfMemoryError)
                 several_ranks = computation.ranks.size > 1 or stage.pipeline.size > 1
                 if not (out_of_memory or key.masked) or several_ranks:
                     raise  # other ranks may wait for this one in the same step
                 if not out_of_memory:
-                    logger.warning("A masked step of %s runs without a graph: %s", key.shape, error)
+                    why = in_one_line(error.__cause__ or error)
+                    logger.warning("A masked step of %s runs without a graph: %s", key.shape, why)
                 computation.recount()
         progress(len(keys))
         computation.lanes.synchronize()
@@ -87,12 +90,17 @@ class Capture:
                 sample()
         return replace(
             step,
-            forward=None if step.forward is None else lanes.capture(step.forward, self._pool),
-            samplers={
-                variant: lanes.capture(sample, self._pool)
-                for variant, sample in step.samplers.items()
-            },
+            forward=None if step.forward is None else self._captured(step.forward),
+            samplers={variant: self._captured(work) for variant, work in step.samplers.items()},
         )
+
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        try:
+            return self._computation.lanes.capture(work, self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(in_one_line(error)) from error
 
     def _uncaptured(self, key: GraphKey) -> CapturedStep:
         """The step as functions to be captured."""

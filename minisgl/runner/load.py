@@ -24,7 +24,7 @@ from minisgl.drafting.network_drafter import NetworkDrafter
 from minisgl.drafting.networks.loading import load_network
 from minisgl.drafting.networks.network import DraftNetwork
 from minisgl.drafting.ngram import NgramDrafter
-from minisgl.errors import DeviceMemoryError
+from minisgl.errors import CaptureError, DeviceMemoryError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.decoder import Decoder
@@ -194,8 +194,10 @@ def load_runner(
     try:
         if keys:
             runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CaptureError) as error:
         runner.close()
+        if isinstance(error, CaptureError):
+            raise
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
 
     def capture(again: bool) -> None:

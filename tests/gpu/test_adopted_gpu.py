@@ -10,11 +10,12 @@ from support.adopted_cases import case_of, check
 pytestmark = pytest.mark.gpu
 
 # Norms with 1 + w, windows, soft caps, experts, interleaved rotation, norms of whole rows,
-# values of another width, packed maps, positions from a table.
+# values of another width, packed maps, positions from a table, experts with biases, sinks.
 ARCHITECTURES = (
     *("LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"),
     *("Cohere2ForCausalLM", "Olmo3ForCausalLM", "MiMoV2FlashForCausalLM"),
     *("Phi3ForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM", "Glm4MoeForCausalLM"),
+    "GptOssForCausalLM",
 )
 
 
@@ -23,11 +24,4 @@ def test_tokens_equal_those_of_transformers(architecture: str, tmp_path: Path) -
     case = case_of(architecture, tmp_path)
     on_gpu = {"device": "cuda", "dtype": "float32", "page_size": 16}
     check(case, alone=False, cuda_graph_max_bs=5, **on_gpu)
-    check(case, alone=False, cuda_graph_max_bs=0, max_prefill_length=7, **on_gpu)
-
-
-def test_experts_with_biases_and_sinks_run_eager_in_float32(tmp_path: Path) -> None:
-    """torch's grouped product reads sizes on the host in float32, which no graph can hold."""
-    on_gpu = {"device": "cuda", "dtype": "float32", "page_size": 16}
-    case = case_of("GptOssForCausalLM", tmp_path)
     check(case, alone=False, cuda_graph_max_bs=0, max_prefill_length=7, **on_gpu)

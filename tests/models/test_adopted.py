@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import capturable
 from support.adopted_cases import SHARED, case_of, check, config_of
 from support.adopted_checkpoints import found_in, full_config, small_config, write_checkpoint
 from support.parity import load_engine
@@ -27,7 +28,7 @@ from minisgl.engine.startup import load
 from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.kernels.elementwise import reference
 from minisgl.models import registry
-from minisgl.models.adopted import attend, known, own_rows
+from minisgl.models.adopted import attend, known, own_rows, swap
 from minisgl.models.adopted import load as load_blueprint
 from minisgl.models.adopted.architectures import ADOPTED, REFUSED, TOWERS
 from minisgl.models.adopted.attend import Call, Recorder
@@ -175,6 +176,71 @@ def test_a_native_family_gives_the_same_tokens_either_way(folder: Path) -> None:
     case = case_of("LlamaForCausalLM", folder)
     check(case, alone=False, model_impl="native")
     check(case, alone=False, model_impl="adopted")
+
+
+# -- what is captured ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", TESTED)
+def test_a_step_can_be_captured(architecture: str, folder: Path) -> None:
+    config = config_of(case_of(architecture, folder), "adopted")
+    assert isinstance(config, AdoptedConfig)
+    capturable.check(config)
+
+
+def test_experts_of_transformers_are_not_taken_for_ones_that_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    config = config_of(case_of("GptOssForCausalLM", folder), "adopted")
+    assert isinstance(config, AdoptedConfig)
+    monkeypatch.setattr(swap, "expert_kind", lambda module: None)
+    with pytest.raises(capturable.CaptureRefusedError, match="_grouped_mm reads numbers"):
+        capturable.check(config)
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def set_at(rows: torch.Tensor, at: Any) -> None:
+    rows[at] = 1.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda rows: torch.tensor([1.0, 2.0], device="meta"),
+        lambda rows: torch.as_tensor([1.0, 2.0], device="meta"),
+        lambda rows: rows.new_tensor(1.0),
+        lambda rows: torch.arange(5).to(rows.device),
+        lambda rows: rows.copy_(torch.zeros(5, 4)),
+        lambda rows: rows[torch.arange(5)],
+        lambda rows: rows[rows > 0],
+        lambda rows: set_at(rows, on_meta(3, dtype=torch.int64)),
+        lambda rows: rows[0, 0].item(),
+        lambda rows: rows.nonzero(),
+        lambda rows: rows.repeat_interleave(on_meta(5, dtype=torch.int64), dim=0),
+    ],
+)
+def test_what_torch_refuses_in_a_capture_is_found(code: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(capturable.CaptureRefusedError), capturable.Capturing():
+        code(on_meta(5, 4))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda rows: torch.full((3,), 1.0, device=rows.device) + torch.arange(3, device="meta"),
+        lambda rows: rows * torch.tensor(2.0),
+        lambda rows: torch.where(rows > 0, rows, 0.0).masked_fill(rows > 0, float("-inf")),
+        lambda rows: set_at(rows, (slice(None), 0)),
+        lambda rows: rows[on_meta(3, dtype=torch.int64)].repeat_interleave(2, dim=0),
+        lambda rows: torch.arange(5) + 1,
+    ],
+)
+def test_what_torch_captures_is_let_through(code: Callable[[torch.Tensor], Any]) -> None:
+    with capturable.Capturing():
+        code(on_meta(5, 4))
 
 
 # -- the proof ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from minisgl.attention.base import Attention, AttentionCall, DecodeBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.device.lanes import Lanes
 from minisgl.engine import AsyncEngine
-from minisgl.errors import DeviceMemoryError, StepError
+from minisgl.errors import CaptureError, DeviceMemoryError, StepError
 from minisgl.matcher import MaskRows
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.request import SamplingParams
@@ -89,6 +89,74 @@ def test_a_failed_capture_keeps_host_and_device_at_the_same_ring_row(
     assert runner.capacity.max_graph_batch == 0
     runner.close()
     assert outputs._ring.next_entry.item() == outputs.open()
+
+
+class Pools:
+    """Stands for torch's pools of graphs, which end with the last of their graphs. Some captures
+    fail, by their numbers."""
+
+    def __init__(self, *failing: int) -> None:
+        self.used: list[int] = []  # the pool of each capture
+        self._failing = failing
+        self._num_pools = 0
+        self._graphs: dict[int, weakref.WeakSet[Callable[[], None]]] = {}
+
+    def graph_pool(self) -> int:
+        self._num_pools += 1
+        return self._num_pools
+
+    def capture(self, work: Callable[[], None], pool: int) -> Callable[[], None]:
+        graphs = self._graphs.get(pool)
+        assert graphs is None or graphs, "the pool has ended with its graphs"
+
+        def graph() -> None:
+            work()
+
+        self._graphs.setdefault(pool, weakref.WeakSet()).add(graph)
+        self.used.append(pool)
+        if len(self.used) - 1 in self._failing:
+            raise RuntimeError("operation not permitted when\nstream is capturing")
+        return graph
+
+
+def with_pools(monkeypatch: pytest.MonkeyPatch, pools: Pools) -> ModelRunner:
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=0).runner
+    monkeypatch.setattr(Lanes, "graph_pool", lambda self: pools.graph_pool())
+    monkeypatch.setattr(Lanes, "capture", lambda self, work, pool: pools.capture(work, pool))
+    return runner
+
+
+def test_a_pool_that_ended_with_a_failed_graph_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A masked step is three graphs: of its forward pass, and of two variants of sampling."""
+    pools = Pools(0, 2, 7)
+    runner = with_pools(monkeypatch, pools)
+    keys = [GraphKey(StepShape(size), masked=True) for size in (5, 4, 3, 2, 1)]
+    runner.capture(keys, lambda done: None)
+    # At once; after its forward pass; whole; after its forward pass, beside others; whole.
+    assert pools.used == [1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert [step.key for step in runner._graphs.steps] == [keys[2], keys[4]]
+    said = "runs without a graph: RuntimeError: operation not permitted when stream is capturing"
+    assert caplog.text.count(said) == 3
+    runner.capture(keys[:1], lambda done: None)
+    assert set(pools.used[11:]) == {3}
+    runner.capture((), lambda done: None)
+    runner.capture(keys[:1], lambda done: None)
+    assert set(pools.used[14:]) == {4}
+    runner.close()
+
+
+def test_a_step_that_cannot_be_captured_ends_the_start_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = with_pools(monkeypatch, Pools(0))
+    with pytest.raises(CaptureError) as raised:
+        runner.capture([GraphKey(StepShape(1))], lambda done: None)
+    message = str(raised.value)
+    assert "stream is capturing" in message and "--cuda-graph-max-bs 0" in message
+    assert "\n" not in message
+    runner.close()
 
 
 def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.kernels.elementwise.reference import gated_mul, rms_norm
-from minisgl.kernels.moe.reference import Routing, topk_softmax
+from minisgl.kernels.elementwise.reference import rms_norm
+from minisgl.kernels.moe.reference import Clamped, Routing, activated, topk_softmax
 
 _NUM_ROWS = 7
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -37,17 +37,44 @@ def recognised(model: nn.Module) -> Known:
     return known
 
 
-def has_plain_experts(module: Any) -> bool:
-    """Whether this is a module of experts that minisgl's kernels compute: gates first, silu of
-    them, and no bias."""
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """What experts compute, and how a checkpoint has them: see FusedExperts."""
+
+    transposed: bool = False  # of a matrix the inputs come before the outputs
+    bias: bool = False
+    clamped: Clamped | None = None  # None: silu(gate) · up
+    interleaved: bool = False
+
+
+PLAIN = ExpertKind()
+# Whether matrices are transposed, there are biases, and gates come first, not in turn with ups.
+_LAYOUTS = ((False, False, True), (True, False, True), (True, True, False))
+
+
+def expert_kind(module: Any) -> ExpertKind | None:
+    """Of a module of experts that minisgl's kernels compute: silu(gate) · up without biases, gates
+    first, or those of gpt-oss."""
     # Not every release has each of them.
-    flags = ("has_bias", "has_post_expert_norm", "is_transposed")
-    if not getattr(module, "has_gate", False) or any(getattr(module, f, False) for f in flags):
-        return False
-    if not module.is_concatenated:
-        return False
-    gate_up = torch.linspace(-9, 9, 24, device="cpu").view(2, 12)
-    return _is_close(module._apply_gate(gate_up), gated_mul(gate_up))
+    has_gate, has_norm, transposed, bias = (
+        getattr(module, name, False)
+        for name in ("has_gate", "has_post_expert_norm", "is_transposed", "has_bias")
+    )
+    if not has_gate or has_norm or (transposed, bias, module.is_concatenated) not in _LAYOUTS:
+        return None
+    kind, gates = ExpertKind(transposed), torch.linspace(-9, 9, 24, device="cpu").view(2, 12)
+    if bias:
+        limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+        if not isinstance(limit, int | float) or not isinstance(alpha, int | float):
+            return None
+        kind, gates = ExpertKind(True, True, Clamped(limit, alpha), True), gates * (limit / 5)
+    in_turn = gates.view(2, 2, 6).mT.flatten(1) if kind.interleaved else gates
+    return kind if _is_close(module._apply_gate(in_turn), activated(gates, kind.clamped)) else None
+
+
+def has_plain_experts(module: Any) -> bool:
+    """Whether this is a module of experts as minisgl divides them over ranks."""
+    return expert_kind(module) == PLAIN
 
 
 def epsilon(module: nn.Module) -> float | None:

@@ -23,7 +23,7 @@ from minisgl.layers.step import Step
 from minisgl.models.adopted.attend import Seat, take_seats
 from minisgl.models.adopted.discover import Discovered, inputs
 from minisgl.models.adopted.heads import Heads
-from minisgl.models.adopted.modules import HeadOf, MapOf, NormOf
+from minisgl.models.adopted.modules import ExpertsOf, HeadOf, MapOf, NormOf
 from minisgl.models.adopted.names import joined_maps
 from minisgl.models.adopted.own_rows import OwnRows
 from minisgl.models.adopted.rows import computed, rows_of
@@ -172,6 +172,12 @@ class AdoptedModel:
                 packed.setdefault(f"{path}.{rest.partition('.')[2]}", []).append(name)
         for name, parts in packed.items():
             stacks[name] = Stack(tuple(targets[part] for part in parts), tuple(parts))
+        for path, module in self.module.named_modules():
+            if isinstance(module, ExpertsOf) and module.transposed and not module.interleaved:
+                for name in (
+                    f"{path.removeprefix(prefix)}.{each}" for each in ("gate_up_proj", "down_proj")
+                ):
+                    stacks[name] = _transposed(stacks[name])
         for joint, maps in joined_maps(self.module):
             for name in [name for name in targets if maps[0] in name]:
                 parts = [name.replace(maps[0], each) for each in maps]
@@ -214,6 +220,20 @@ def _stacked(names: list[str], targets: Mapping[str, Target]) -> Stack:
         moved.append(replace(target, cut=(part, *others)))
         first += rows.whole
     return Stack(tuple(moved), tuple(names))
+
+
+def _transposed(stack: Stack) -> Stack:
+    """The destinations of the matrices of all experts whose inputs come before their outputs."""
+
+    def of(target: Target) -> Target:
+        experts, outputs, inputs = target.cut
+        return replace(
+            target,
+            cut=(experts, inputs, outputs),
+            store=lambda weight, part: target.store(weight, part.mT),
+        )
+
+    return replace(stack, targets=tuple(map(of, stack.targets)))
 
 
 class _Head:

@@ -188,6 +188,7 @@ class ExpertsOf(FusedExperts):
     """Stands for the experts of a layer."""
 
     fuses = False
+    transposed = False  # as of ExpertKind
 
     def forward(self, x: Any, experts: Any, weights: Any) -> Any:
         """x: [num_rows, hidden_size]; experts and weights: [num_rows, top_k]."""

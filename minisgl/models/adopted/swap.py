@@ -18,7 +18,7 @@ from minisgl.layers.linear import Linear, RowParallelLinear
 from minisgl.models.adopted.discover import Discovered
 from minisgl.models.adopted.division import Division, Kind
 from minisgl.models.adopted.heads import Heads
-from minisgl.models.adopted.known import Known, epsilon, has_plain_experts
+from minisgl.models.adopted.known import ExpertKind, Known, epsilon, expert_kind
 from minisgl.models.adopted.modules import (
     ExpertsOf,
     HeadOf,
@@ -73,8 +73,8 @@ class Swap:
                 self.norm(name)
             elif kind in self.known.routers:
                 self._router(name, module)
-            elif has_plain_experts(module):
-                self._experts(name, module)
+            elif (experts := expert_kind(module)) is not None:
+                self._experts(name, module, experts)
         for maps in self.found.linear_maps:
             if maps[0].startswith(inside):
                 self._maps(maps)
@@ -137,14 +137,19 @@ class Swap:
         self.products.append(made.product)
         self.put(name, made)
 
-    def _experts(self, name: str, experts: Any) -> None:
-        num_experts, hidden_size, size = experts.down_proj.shape
-        format = self._format_of(name)
+    def _experts(self, name: str, experts: Any, kind: ExpertKind) -> None:
+        num_experts, *sizes = experts.down_proj.shape
+        size, hidden_size = sizes if kind.transposed else sizes[::-1]
+        # Those with biases are not quantised, unlike the maps around them.
+        format = WeightFormat(self.format.dtype) if kind.bias else self._format_of(name)
         made = ExpertsOf(
             *(num_experts, hidden_size, size, format, self.comm),
+            bias=kind.bias,
+            clamped=kind.clamped,
+            interleaved=kind.interleaved,
             by_rank=self.experts_by_rank,
         )
-        made.fuses = self.way.fuses
+        made.fuses, made.transposed = self.way.fuses, kind.transposed
         self.put(name, made)
 
     def _maps(self, names: Sequence[str]) -> None:
