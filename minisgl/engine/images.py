@@ -27,8 +27,9 @@ from minisgl.images.limits import (
     MAX_REQUEST_BYTES,
     MAX_REQUEST_PIXELS,
     PARAM,
+    TooManyImagesError,
 )
-from minisgl.images.picture import Picture, with_pictures
+from minisgl.images.picture import Picture, check_rows, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import IMAGE_PART, ImageSource, named, sources_of
@@ -157,6 +158,8 @@ class Images:
         except ValueError:
             found = token_ids.count(placeholder.token_id)
             raise _misplaced(found, len(making.result())) from None
+        if self._support.num_rows is not None and not any_length:
+            check_rows([span.picture for span in spans], self._support.num_rows)
         return Prompt(prompt, spans, [Pictured(spans)])
 
     async def _find_placeholder(self, line: WorkQueue[ImageProcessor]) -> Placeholder:
@@ -237,13 +240,13 @@ class Images:
     @contextlib.contextmanager
     def _room(self, client: str) -> Iterator[Callable[[int], None]]:
         """Yields what takes bytes of a request into account as they come. It raises
-        InvalidRequestError if they are too many, QueueFullError if those of all requests are."""
+        TooManyImagesError if they are too many, QueueFullError if those of all requests are."""
         taken = 0
 
         def take(num_bytes: int) -> None:
             nonlocal taken
             if taken + num_bytes > MAX_REQUEST_BYTES:
-                raise InvalidRequestError(
+                raise TooManyImagesError(
                     PARAM,
                     f"have images of {taken + num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a "
                     "request.",
