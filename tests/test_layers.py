@@ -18,6 +18,7 @@ from support.folders import ROOT
 ROWS = (
     (
         *("errors", "printable", "events", "matcher", "parameters", "pooling", "request"),
+        "places",
         *(
             "sampling_options",
             "shards",

@@ -31,7 +31,7 @@ from minisgl.errors import (
     QueueFullError,
 )
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.request import EVERYONE, cache_namespace
+from minisgl.request import EVERYONE, Tenant
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -73,21 +73,27 @@ def test_each_salt_has_its_own_prefix_cache(llm: LLM) -> None:
 def test_images_are_processed_within_the_namespace_of_their_prefix(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bytes] = []
+    seen: list[tuple[str | None, Tenant]] = []
     encode = AsyncEngine.encode_conversation
 
     async def noted(
-        engine: AsyncEngine, messages: Any, any_length: bool, namespace: bytes, /, **options: Any
+        engine: AsyncEngine,
+        messages: Any,
+        any_length: bool,
+        cache_salt: str | None,
+        tenant: Tenant,
+        /,
+        **options: Any,
     ) -> Any:
-        seen.append(namespace)
-        return await encode(engine, messages, any_length, namespace, **options)
+        seen.append((cache_salt, tenant))
+        return await encode(engine, messages, any_length, cache_salt, tenant, **options)
 
     monkeypatch.setattr(AsyncEngine, "encode_conversation", noted)
     question = [{"role": "user", "content": "Hello"}]
     for salt in (None, "a"):
         llm.chat(question, GREEDY, cache_salt=salt)
         assert list(llm.stream(question, GREEDY, cache_salt=salt))
-        assert seen[-2:] == [cache_namespace(EVERYONE, salt)] * 2
+        assert seen[-2:] == [(salt, EVERYONE)] * 2
     assert seen[0] != seen[-1]
 
 

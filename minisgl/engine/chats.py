@@ -14,7 +14,7 @@ from minisgl.engine.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, did_you_mean, one_of
 from minisgl.grammar.tool_use import offered
 from minisgl.images.local import with_sources
-from minisgl.request import EVERYONE, SamplingParams, cache_namespace
+from minisgl.request import SamplingParams
 from minisgl.text.history import ROLES, Message, fitted_history, needs_facts
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
 
@@ -84,7 +84,7 @@ class Chats:
             tools=offered([*map(_described, tools)]),
             options=options,
             any_length=any_length,
-            namespace=cache_namespace(EVERYONE, cache_salt),
+            cache_salt=cache_salt,
         )
 
     async def plan(self, conversation: Conversation, params: SamplingParams) -> AnswerPlan:

@@ -18,7 +18,7 @@ from minisgl.grammar.reasoning import reasoning_gate
 from minisgl.grammar.tool_grammars import headed
 from minisgl.grammar.tool_use import ToolUse
 from minisgl.images.prompt import Prompt
-from minisgl.request import StructuredOutput
+from minisgl.request import EVERYONE, StructuredOutput, Tenant
 from minisgl.text.history import Message
 from minisgl.text.parsing.selection import AnswerFormat
 from minisgl.text.template_facts import TemplateFacts
@@ -50,13 +50,14 @@ async def read_conversation(
     options: Mapping[str, Any],
     any_length: bool = False,
     or_else: str = "",
-    namespace: bytes = b"",
+    cache_salt: str | None = None,
+    tenant: Tenant = EVERYONE,
 ) -> Conversation:
     """Tokenize a conversation, with the tools that it offers.
 
     fit: its messages, for a template with these facts. takes_facts: whether they depend on them.
-    or_else: what else a caller can do whose tools the template leaves out. namespace: see
-    `encode_conversation`.
+    or_else: what else a caller can do whose tools the template leaves out. cache_salt, tenant: of
+    the request.
     Raises InvalidRequestError, and whatever `encode_conversation` does.
     """
     facts = await engine.template_facts() if takes_facts or tools is not None else TemplateFacts()
@@ -68,7 +69,7 @@ async def read_conversation(
                 f"out as well{or_else}.",
             )
         options = {**options, "tools": tools.described}
-    prompt = await engine.encode_conversation(fit(facts), any_length, namespace, **options)
+    prompt = await engine.encode_conversation(fit(facts), any_length, cache_salt, tenant, **options)
     return Conversation(prompt=prompt, tools=tools, facts=facts)
 
 

@@ -140,17 +140,18 @@ class AsyncEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
-        namespace: bytes = b"",
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
         /,
         **template_options: Any,
     ) -> Prompt:
         """Tokenize a conversation that may have images; raises as `encode` does.
 
         An image is a part of a message's content: {"type": "image", "source": ImageSource(...)}.
-        namespace: within which processed images are shared (`cache_namespace`).
+        Clients take turns, and processed images are shared as prefixes are.
         """
         images = self._open_intake().images
-        return await images.prompt(messages, any_length, template_options, namespace)
+        return await images.prompt(messages, any_length, template_options, cache_salt, tenant)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does with tools and reasoning. Raises EngineStoppedError."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,32 @@ from minisgl.images.limits import (
     MAX_REQUEST_BYTES,
     MAX_REQUEST_PIXELS,
     PARAM,
+    TooManyImagesError,
 )
-from minisgl.images.picture import Picture, with_pictures
+from minisgl.images.picture import Picture, check_rows, with_pictures
 from minisgl.images.processor import ImageProcessor, ImageSupport, digest_of
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import IMAGE_PART, ImageSource, named, sources_of
 from minisgl.parts.images.host import Pictured
+from minisgl.places import Places, Shares
+from minisgl.request import EVERYONE, Tenant, cache_namespace
 from minisgl.text.tokenizer import Tokenizer
 
 NUM_PROCESSES = 2
 MAX_WAITING_BYTES = 1 << 30  # of images of all requests that are not processed yet
 NUM_FETCHES = 32  # at once; others wait
+NUM_DIGESTS = 2  # the same
 # Of this machine's memory, that requests in the queue or running may have for what the tower takes.
 MEMORY_SHARE = 0.25
 LONG_BYTES = 256 << 10  # whose digest is not computed on the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    """Whose images they are, and with which requests they share what was processed."""
+
+    tenant: Tenant
+    namespace: bytes
 
 
 class Images:
@@ -58,8 +71,11 @@ class Images:
         self._support = support
         self._fetcher = fetcher
         self._kept = KeptPictures()
-        self._num_waiting_bytes = 0
-        self._fetching = asyncio.Semaphore(NUM_FETCHES)
+        self._waiting_bytes = Shares(MAX_WAITING_BYTES)
+        # What an image takes, one after the other.
+        self._fetching = Places(NUM_FETCHES)
+        self._digesting = Places(NUM_DIGESTS)
+        self._processing = Places(NUM_PROCESSES)
         self._placeholder: Placeholder | None = None
         self._line: WorkQueue[ImageProcessor] | None = None
         if support.folder is not None:
@@ -83,12 +99,13 @@ class Images:
         messages: Sequence[Mapping[str, Any]],
         any_length: bool,
         options: Mapping[str, Any],
-        namespace: bytes = b"",
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> Prompt:
         """Tokenize a conversation that may have images; raises as `AsyncEngine.encode` does.
 
-        namespace: within which they are shared: the time of an image tells that it was processed
-        before."""
+        Clients take turns. Processed images are shared as prefixes are: the time of an image tells
+        that it was processed before."""
         sources = sources_of(messages)
         if sources and self._line is None:
             raise InvalidRequestError(PARAM, self._support.refusal)
@@ -100,11 +117,14 @@ class Images:
         if self._line is None or not sources:
             return Prompt(await self._texts.chat(messages, any_length, options))
         placeholder = await self._find_placeholder(self._line)
-        making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder, namespace))
+        sender = _Sender(tenant, cache_namespace(tenant, cache_salt))
+        making = asyncio.ensure_future(self._pictures(self._line, sources, placeholder, sender))
         # It may fail for a conversation that cannot be rendered, which is told alone.
         making.add_done_callback(lambda made: made.cancelled() or made.exception())
         try:
-            return await self._with_pictures(messages, any_length, options, placeholder, making)
+            return await self._with_pictures(
+                messages, any_length, options, placeholder, making, tenant.client
+            )
         finally:
             making.cancel()
 
@@ -115,6 +135,7 @@ class Images:
         options: Mapping[str, Any],
         placeholder: Placeholder,
         making: asyncio.Future[list[Picture]],
+        client: str,
     ) -> Prompt:
         opening: list[int] = []
 
@@ -129,7 +150,7 @@ class Images:
                 rendered, placeholder.text, placeholder.before, placeholder.after
             )
 
-        token_ids = await self._texts.chat(messages, any_length, options, placed)
+        token_ids = await self._texts.chat(messages, any_length, options, placed, client)
         try:
             prompt, spans = with_pictures(
                 [*opening, *token_ids], placeholder.token_id, await making
@@ -137,6 +158,8 @@ class Images:
         except ValueError:
             found = token_ids.count(placeholder.token_id)
             raise _misplaced(found, len(making.result())) from None
+        if self._support.num_rows is not None and not any_length:
+            check_rows([span.picture for span in spans], self._support.num_rows)
         return Prompt(prompt, spans, [Pictured(spans)])
 
     async def _find_placeholder(self, line: WorkQueue[ImageProcessor]) -> Placeholder:
@@ -150,25 +173,26 @@ class Images:
         line: WorkQueue[ImageProcessor],
         sources: Sequence[ImageSource],
         placeholder: Placeholder,
-        namespace: bytes,
+        sender: _Sender,
     ) -> list[Picture]:
         """The images of a request. One after the other, since each leaves the next less room."""
         is_only = len(sources) == 1 or not placeholder.counts_images
-        with self._room() as take:
+        with self._room(sender.tenant.client) as take:
             take(sum(len(source.data) for source in sources))
-            rest = iter(await _all([self._fetch(each, take) for each in sources if each.url]))
+            addressed = [source for source in sources if source.url]
+            rest = iter(await _all([self._fetch(each, take, sender.tenant) for each in addressed]))
             pictures, room = [], MAX_REQUEST_PIXELS
             for source in sources:
                 data = next(rest) if source.url else source.data
-                found = await self._picture(
-                    line, data, source, placeholder, room, is_only, namespace
-                )
+                found = await self._picture(line, data, source, placeholder, room, is_only, sender)
                 pictures.append(found[0])
                 room -= found[1]
             return pictures
 
-    async def _fetch(self, source: ImageSource, take: Callable[[int], None]) -> bytes:
-        async with self._fetching:
+    async def _fetch(
+        self, source: ImageSource, take: Callable[[int], None], tenant: Tenant
+    ) -> bytes:
+        async with self._fetching.place(tenant):
             with named(source):
                 data = await self._fetcher.fetch(source.url)
         take(len(data))
@@ -182,14 +206,18 @@ class Images:
         placeholder: Placeholder,
         room: int,
         is_only: bool,
-        namespace: bytes,
+        sender: _Sender,
     ) -> tuple[Picture, int]:
         """An image, and its pixels, of which there may be as many as `room`. is_only: of its
         conversation, where that matters."""
         form = {"is_low": source.is_low, "is_only": is_only}
         work = partial(digest_of, data, placeholder.fingerprint, **form)
-        digest = work() if len(data) < LONG_BYTES else await asyncio.to_thread(work)
-        key = namespace + digest
+        if len(data) < LONG_BYTES:
+            digest = work()
+        else:
+            async with self._digesting.place(sender.tenant):
+                digest = await asyncio.to_thread(work)
+        key = sender.namespace + digest
 
         def process(processor: ImageProcessor) -> tuple[Picture, int]:
             # Another request may have had it processed while this one waited.
@@ -203,42 +231,44 @@ class Images:
         if found is None or found[1] > room:
             if self._kept.num_other_bytes > MEMORY_SHARE * memory_bytes():
                 raise QueueFullError("Too many images are in the queue; try again later.")
-            with _told(), named(source):
-                # In order of arrival: an image of many bytes takes no longer than others.
-                found = await line.run(process, 0)
+            async with self._processing.place(sender.tenant):
+                with _told(), named(source):
+                    # In order of turns: an image of many bytes takes no longer than others.
+                    found = await line.run(process, 0)
         return found
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[Callable[[int], None]]:
+    def _room(self, client: str) -> Iterator[Callable[[int], None]]:
         """Yields what takes bytes of a request into account as they come. It raises
-        InvalidRequestError if they are too many, QueueFullError if those of all requests are."""
+        TooManyImagesError if they are too many, QueueFullError if those of all requests are."""
         taken = 0
 
         def take(num_bytes: int) -> None:
             nonlocal taken
             if taken + num_bytes > MAX_REQUEST_BYTES:
-                raise InvalidRequestError(
+                raise TooManyImagesError(
                     PARAM,
                     f"have images of {taken + num_bytes:,} bytes; allowed: {MAX_REQUEST_BYTES:,} a "
                     "request.",
                 )
-            if self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+            if not self._waiting_bytes.take(client, num_bytes):
                 raise QueueFullError(
                     "Too many images are waiting to be processed; try again later."
                 )
             taken += num_bytes
-            self._num_waiting_bytes += num_bytes
 
         try:
             yield take
         finally:
-            self._num_waiting_bytes -= taken
+            self._waiting_bytes.give_back(client, taken)
 
     def close(self, reason: MinisglError) -> None:
         """Fail all pending work with `reason`. Idempotent."""
         self.end()
         if self._line is not None:
             self._line.fail(reason)
+        for places in (self._fetching, self._digesting, self._processing):
+            places.fail(reason)
 
     def end(self) -> None:
         """End the threads, without failing pending work. Thread-safe."""

@@ -120,6 +120,7 @@ def load(config: EngineConfig, report: Report = no_report) -> Loaded[Any]:
             folder,
             blind=setup.sight if isinstance(setup.sight, str) else "",
             dtype=resolved.dtype,
+            num_rows=resolved.image_rows,
         ),
         sight=setup.sight,
     )

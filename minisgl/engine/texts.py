@@ -17,6 +17,7 @@ from typing import Any
 
 from minisgl.engine.work_queue import WorkQueue
 from minisgl.errors import MinisglError, QueueFullError, TextTooLongError
+from minisgl.places import Shares
 from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
@@ -55,7 +56,8 @@ class Texts:
         self._max_seq_len = max_seq_len
         self._max_chars = max(ALWAYS_TAKEN_CHARS, MAX_CHARS_PER_TOKEN * max_seq_len)
         self._num_places = num_places
-        self._num_taken = self._num_changing = self._num_inside = 0
+        self._num_taken = self._num_inside = 0
+        self._changing = Shares(num_places)
         self._empty = asyncio.Event()
         self._empty.set()
         self._loop = asyncio.get_running_loop()
@@ -105,11 +107,13 @@ class Texts:
         any_length: bool,
         options: Mapping[str, Any],
         change: Callable[[str], Awaitable[str]] | None = None,
+        client: str = "",
     ) -> list[int]:
         """Tokenize a conversation with the model's chat template; raises as `encode` does.
 
         change: what happens to the rendered conversation before it is tokenized. It may take
-        minutes, in which other texts need its places.
+        minutes, in which other texts need its places. client: with which others share what there is
+        for such conversations.
         """
         call = encode_call(self._tokenizer.template_call(messages, **options))
         with self._inside():
@@ -117,18 +121,19 @@ class Texts:
                 text = await self._render(call)
                 if change is None:
                     return await self._encode(text, "messages", False, any_length)
-            text = await self._changed(text, change)
+            text = await self._changed(text, change, client)
             with self._places(len(text)):
                 return await self._encode(text, "messages", False, any_length)
 
-    async def _changed(self, text: str, change: Callable[[str], Awaitable[str]]) -> str:
-        if self._num_changing == self._num_places:
+    async def _changed(
+        self, text: str, change: Callable[[str], Awaitable[str]], client: str
+    ) -> str:
+        if not self._changing.take(client):
             raise QueueFullError("Too many conversations with images are waiting; try again later.")
-        self._num_changing += 1
         try:
             return await change(text)
         finally:
-            self._num_changing -= 1
+            self._changing.give_back(client)
 
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does, found out once. Raises EngineStoppedError."""

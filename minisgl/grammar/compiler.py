@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from minisgl.grammar.reasoning import GatedMatcher, ReasoningGate
 from minisgl.grammar.schema import tidy
 from minisgl.grammar.source import Source, source_of
 from minisgl.grammar.vocabulary import Vocabulary
-from minisgl.request import StructuredOutput
+from minisgl.places import Places, Shares
+from minisgl.request import StructuredOutput, Tenant
 from minisgl.text.tokenizer import Tokenizer
 
 MAX_CACHED = 256
@@ -187,64 +187,34 @@ class _Line:
         self.threads = ThreadPoolExecutor(1, "minisgl-grammar")
         self._vocabulary = vocabulary
         self._checker = Checker(vocabulary.outline, seconds)
-        self._is_busy = False
-        # What waits for the thread, by client; the next turn is the first client's.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._place = Places(1)
+        self._waiting = Shares(MAX_WAITING)
 
     async def compile(self, source: Source, client: str) -> Compiled | str | None:
         """Returns the reason against a grammar, or None if it took too long.
 
         Raises QueueFullError, EngineStoppedError.
         """
-        if self._is_busy:
-            await self._turn(client)
-        self._is_busy = True
+        if not self._waiting.take(client):
+            raise QueueFullError("Many grammars wait to be compiled; try again later.")
+        try:
+            await self._place.take(Tenant(client))
+        finally:
+            self._waiting.give_back(client)
         try:
             future = self.threads.submit(self._compile, source)
         except RuntimeError as error:  # shut down
-            self._next()
+            self._place.give_back()
             raise EngineStoppedError(CLOSED) from error
         future.add_done_callback(partial(self._end, asyncio.get_running_loop()))
         return await asyncio.wrap_future(future)
 
-    async def _turn(self, client: str) -> None:
-        """Wait until the thread is free for this client."""
-        waiting = self._waiting
-        if sum(map(len, waiting.values())) >= MAX_WAITING:
-            share = max(1, MAX_WAITING // len(waiting.keys() | {client}))
-            if len(waiting.get(client, ())) >= share:
-                raise QueueFullError("Many grammars wait to be compiled; try again later.")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self._next()  # the turn had come already
-            elif theirs := waiting.get(client):
-                with contextlib.suppress(ValueError):
-                    theirs.remove(turn)
-                if not theirs:
-                    del waiting[client]
-            raise
-
     def _end(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
         """Called by the thread, also for what nobody waits for any more."""
         try:
-            loop.call_soon_threadsafe(self._next)
+            loop.call_soon_threadsafe(self._place.give_back)
         except RuntimeError:  # the loop was closed
-            self._next()
-
-    def _next(self) -> None:
-        self._is_busy = False
-        while self._waiting and not self._is_busy:
-            client, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns
-            if not turn.done():
-                turn.set_result(None)
-                self._is_busy = True
+            self._place.give_back()
 
     def _compile(self, source: Source) -> Compiled | str | None:
         checked = self._checker.check(source)

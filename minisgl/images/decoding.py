@@ -14,6 +14,8 @@ from minisgl.images.limits import (
     LOW_SIDE,
     MAX_PIXELS,
     MAX_REQUEST_PIXELS,
+    PARAM,
+    TooManyImagesError,
     refuse,
 )
 
@@ -40,7 +42,10 @@ def decode(data: bytes, max_pixels: int, *, is_low: bool) -> tuple[Image, int]:
         if num_pixels > max_pixels:
             size = f"has {image.width} × {image.height} pixels"
             limits = f"{MAX_PIXELS:,} an image and {MAX_REQUEST_PIXELS:,} a request"
-            refuse(f"{size}, which is too many; allowed: {limits}.")
+            reason = f"{size}, which is too many; allowed: {limits}."
+            if num_pixels <= MAX_PIXELS:
+                raise TooManyImagesError(PARAM, f"an image {reason}")
+            refuse(reason)
         try:
             # Cameras store a second picture behind the first one (MPO), which is no animation.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"

@@ -18,6 +18,10 @@ LOW_SIDE = 512  # pixels: an image is reduced to fit into such a square ("detail
 PROCESSOR_SECONDS = 10.0  # of a processor, that decoding and processing of an image may take
 
 
+class TooManyImagesError(InvalidRequestError):
+    """The images of a request are too many, or too large together; fewer of them may be taken."""
+
+
 def refuse(reason: str) -> NoReturn:
     """Raise InvalidRequestError for an image. reason: the rest of a sentence about it."""
     raise InvalidRequestError(PARAM, f"an image {reason}")

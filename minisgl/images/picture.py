@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from minisgl.images.limits import PARAM, TooManyImagesError
 
 BFLOAT16 = np.dtype("V2")  # as what NumPy, which does not have it, holds its bits
 
@@ -71,6 +73,19 @@ def with_pictures(
         spans.append(Span(len(prompt), picture))
         prompt += picture.keys().tolist()
     return prompt, tuple(spans)
+
+
+def check_rows(pictures: Iterable[Picture], num_rows: int) -> None:
+    """Raise TooManyImagesError if the images of a request have more rows than there may be; equal
+    images have theirs once."""
+    distinct = {picture.digest: picture for picture in pictures}
+    wanted = sum(picture.num_rows for picture in distinct.values())
+    if wanted > num_rows:
+        raise TooManyImagesError(
+            PARAM,
+            f"the images take {wanted:,} tokens, and there is room for {num_rows:,} of a request; "
+            "send fewer or smaller ones, or raise --image-rows.",
+        )
 
 
 def _stream(seed: bytes, num_bytes: int) -> bytes:

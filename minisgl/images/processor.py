@@ -17,7 +17,7 @@ import numpy as np
 
 from minisgl.errors import UnsupportedModelError
 from minisgl.images.checkpoint import FILES, Placeholder
-from minisgl.images.limits import PROCESSOR_SECONDS, refuse
+from minisgl.images.limits import PARAM, PROCESSOR_SECONDS, TooManyImagesError, refuse
 from minisgl.images.picture import Picture
 from minisgl.subprocesses import Worker
 
@@ -33,9 +33,17 @@ class ImageSupport:
     folder: Path | None = None  # of the checkpoint, where its processor is
     refusal: str = "the model takes no images."  # without a folder: why it does not
     dtype: str = "float32"  # in which the tower takes pixels
+    num_rows: int | None = None  # that the images of a request may have; None: any number
 
     @classmethod
-    def of(cls, folder: Path, *, blind: str = "", dtype: str = "float32") -> ImageSupport:
+    def of(
+        cls,
+        folder: Path,
+        *,
+        blind: str = "",
+        dtype: str = "float32",
+        num_rows: int | None = None,
+    ) -> ImageSupport:
         """What the files of a checkpoint say. blind: why its model takes no images, if so."""
         if blind:
             return cls(refusal=f"the model takes no images: {blind}.")
@@ -43,7 +51,7 @@ class ImageSupport:
             return cls(refusal=f"the checkpoint has no processor for images ({FILES[1]}).")
         if importlib.util.find_spec("PIL") is None:
             return cls(refusal=NEEDS_PILLOW)
-        return cls(folder, "", dtype)
+        return cls(folder, "", dtype, num_rows)
 
 
 class Array(msgspec.Struct, array_like=True):
@@ -69,6 +77,7 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
     reason: str
     is_model: bool = False  # the checkpoint's processor cannot be used
+    is_rest: bool = False  # without the images before it, the request may have the image
 
 
 class Made(msgspec.Struct, tag=True, array_like=True):
@@ -143,6 +152,8 @@ class ImageProcessor(Worker):
         if isinstance(answer, Refused):
             if answer.is_model:
                 raise UnsupportedModelError(answer.reason)
+            if answer.is_rest:
+                raise TooManyImagesError(PARAM, f"an image {answer.reason}")
             refuse(answer.reason)
         return answer
 

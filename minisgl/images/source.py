@@ -11,7 +11,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from minisgl.errors import InvalidRequestError
-from minisgl.images.limits import MAX_BYTES, MAX_IMAGES, PARAM, check_size, refuse
+from minisgl.images.limits import (
+    MAX_BYTES,
+    MAX_IMAGES,
+    PARAM,
+    TooManyImagesError,
+    check_size,
+    refuse,
+)
 
 # The type of a message's part that has one, as its "source". Templates know this type, too.
 IMAGE_PART = "image"
@@ -62,7 +69,7 @@ def sources_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageSource]:
     """The images of a conversation in their order. Raises InvalidRequestError."""
     sources = list(_sources(messages))
     if len(sources) > MAX_IMAGES:
-        raise InvalidRequestError(
+        raise TooManyImagesError(
             PARAM, f"have {len(sources)} images; allowed: {MAX_IMAGES} a request."
         )
     return sources

@@ -33,7 +33,7 @@ from support.waiting import LIMIT_S, until
 from transformers import AutoTokenizer
 
 from minisgl.engine import images as images_module
-from minisgl.engine.images import Images
+from minisgl.engine.images import LONG_BYTES, NUM_PROCESSES, Images
 from minisgl.engine.texts import Texts
 from minisgl.engine.work_queue import WorkQueue
 from minisgl.errors import EngineStoppedError, InvalidRequestError, QueueFullError
@@ -45,6 +45,8 @@ from minisgl.images.processor import ImageProcessor, ImageSupport
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import ImageSource
 from minisgl.parts.images.host import Pictured
+from minisgl.places import Places
+from minisgl.request import Tenant
 from minisgl.text.rendering import Renderer, answer
 from minisgl.text.tokenizer import Tokenizer
 
@@ -216,7 +218,7 @@ async def test_who_shares_no_prefixes_shares_no_processed_images(qwen: Path) -> 
     processors = Processors()
     asked = question(ImageSource(encoded(colourful(60, 60))))
     async with images_of(qwen, make_processor=processors) as images:
-        prompts = [await images.prompt(asked, False, {}, each) for each in (b"a", b"b", b"a", b"")]
+        prompts = [await images.prompt(asked, False, {}, salt) for salt in ("a", "b", "a", None)]
     assert processors.num_images == 3
     first, second, again, _ = (prompt.spans[0].picture for prompt in prompts)
     assert first is again
@@ -263,7 +265,7 @@ async def test_the_images_of_a_request_share_its_bytes(
         for asked in ([source] * 3, [by_url] * 3, [by_url, source, by_url]):
             with pytest.raises(InvalidRequestError, match=r"bytes; allowed: .* a request"):
                 await images.prompt(question(*asked), False, {})
-        assert images._num_waiting_bytes == 0
+        assert images._waiting_bytes.num_taken == 0
 
 
 async def test_fetched_bytes_count_while_other_images_are_on_their_way(
@@ -281,11 +283,11 @@ async def test_fetched_bytes_count_while_other_images_are_on_their_way(
     never, come = (ImageSource(url=f"http://a.example/{name}") for name in ("never", "a"))
     async with images_of(qwen, OneNeverComes(())) as images:
         waits = asyncio.ensure_future(images.prompt(question(never, come), False, {}))
-        await until(lambda: images._num_waiting_bytes == len(data))
+        await until(lambda: images._waiting_bytes.num_taken == len(data))
         with pytest.raises(InvalidRequestError, match=r"bytes; allowed: .* a request"):
             await images.prompt(question(never, come, come, come), False, {})
         waits.cancel()
-        await until(lambda: not images._num_waiting_bytes)
+        await until(lambda: not images._waiting_bytes.num_taken)
 
 
 async def test_too_many_bytes_of_all_requests_are_refused(
@@ -303,7 +305,7 @@ async def test_too_many_bytes_of_all_requests_are_refused(
     asked = question(ImageSource(data))
     async with images_of(qwen, make_processor=Gated) as images:
         first = asyncio.ensure_future(images.prompt(asked, False, {}))
-        await until(lambda: images._num_waiting_bytes)
+        await until(lambda: images._waiting_bytes.num_taken)
         with pytest.raises(QueueFullError, match="try again later"):
             await images.prompt(asked, False, {})
         gate.set()
@@ -369,6 +371,167 @@ async def test_an_image_that_fails_ends_its_request_only(qwen: Path) -> None:
         assert "allowed: none (--image-hosts lists them)" in str(found[3])
 
 
+IMAGE_BYTES = 1000
+
+
+class InOrder:
+    """Makes processors, and a fetcher, that note whose images they get, one when a test says so."""
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, str] = {}  # by the bytes of an image
+        self.gate = threading.Semaphore(0)
+        self.order: list[str] = []
+
+    def source(self, name: str, *, large: bool = False) -> ImageSource:
+        number = len(self.names)
+        image = Image.new("RGB", (40, 40), (number, 0, 0))
+        # Zeros behind an image are not looked at.
+        data = encoded(image, "PNG").ljust(LONG_BYTES if large else IMAGE_BYTES, b"\0")
+        self.names[data] = name
+        return ImageSource(data)
+
+    def processor(self, folder: Path) -> ProcessorHere:
+        outer = self
+
+        class Noted(ProcessorHere):
+            def process(self, data: bytes, *args: Any, **options: Any) -> tuple[Picture, int]:
+                outer.order.append(outer.names[data])
+                assert outer.gate.acquire(timeout=LIMIT_S)
+                return super().process(data, *args, **options)
+
+        return Noted(folder)
+
+    async def until_begun(self, num: int) -> None:
+        await until(lambda: len(self.order) == num)
+
+    async def until_wait(self, images: Images, num: int) -> None:
+        """Wait until so many images are processed or wait for that."""
+        await until(lambda: len(self.order) + waiting_at(images._processing) == num)
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_clients_take_turns_with_their_images(qwen: Path, large: bool) -> None:
+    """And the users of each; the images of one user keep their order."""
+    seen = InOrder()
+    asked = [(Tenant("many", "x"), f"{number}") for number in range(20)]
+    asked += [(Tenant("many", "y"), "other user"), (Tenant("few"), "a"), (Tenant("few"), "b")]
+    async with images_of(qwen, make_processor=seen.processor) as images:
+        prompts = []
+        for tenant, name in asked:
+            wanted = question(seen.source(name, large=large))
+            prompts.append(asyncio.ensure_future(images.prompt(wanted, False, {}, None, tenant)))
+            await seen.until_wait(images, len(prompts))
+        assert seen.order == ["0", "1"]
+        for num_ended in range(1, len(asked) + 1):
+            seen.gate.release()
+            await seen.until_begun(min(num_ended + NUM_PROCESSES, len(asked)))
+        assert all(prompt.spans for prompt in await asyncio.gather(*prompts))
+    assert seen.order[:8] == ["0", "1", "2", "a", "other user", "b", "3", "4"]
+    assert seen.order[8:] == [f"{number}" for number in range(5, 20)]
+    assert images._waiting_bytes.num_taken == images._texts._changing.num_taken == 0
+
+
+async def test_images_that_nobody_waits_for_any_more_leave_their_places(qwen: Path) -> None:
+    seen = InOrder()
+    async with images_of(qwen, make_processor=seen.processor) as images:
+        await know_placeholder(images)
+        many = [
+            asyncio.ensure_future(
+                images.prompt(question(seen.source(f"{k}")), False, {}, None, Tenant("many"))
+            )
+            for k in range(10)
+        ]
+        await seen.until_wait(images, len(many))
+        one = asyncio.ensure_future(
+            images.prompt(question(seen.source("one")), False, {}, None, Tenant("one"))
+        )
+        await seen.until_wait(images, len(many) + 1)
+        for each in many[1:]:  # one that is processed, too
+            each.cancel()
+        for _ in range(3):
+            seen.gate.release()
+        assert (await many[0]).spans and (await one).spans
+        assert sorted(seen.order) == ["0", "1", "one"]
+        assert images._processing._num_free == NUM_PROCESSES
+        assert not images._processing._waiting and not images._waiting_bytes.num_taken
+
+
+async def know_placeholder(images: Images) -> None:
+    """As after the first image, so that others come to the line in their order."""
+    assert images._line is not None
+    await images._find_placeholder(images._line)
+
+
+def waiting_at(places: Places) -> int:
+    return sum(len(line) for users in places._waiting.values() for line in users.values())
+
+
+async def test_clients_take_turns_at_addresses(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, gate, begun = encoded(colourful(60, 60)), asyncio.Semaphore(0), list[str]()
+
+    class Noted(Fetcher):
+        async def fetch(self, url: str) -> bytes:
+            begun.append(url)
+            await gate.acquire()
+            return data
+
+    def asked(client: str, names: str) -> asyncio.Future[Prompt]:
+        wanted = question(*[ImageSource(url=name) for name in names])
+        return asyncio.ensure_future(images.prompt(wanted, False, {}, None, Tenant(client)))
+
+    monkeypatch.setattr(images_module, "NUM_FETCHES", 2)
+    async with images_of(qwen, Noted(())) as images:
+        prompts = [asked("many", "012345"), asked("many", "678")]
+        await until(lambda: waiting_at(images._fetching) == 7)
+        prompts.append(asked("one", "a"))
+        await until(lambda: waiting_at(images._fetching) == 8)
+        for _ in range(10):
+            gate.release()
+        await asyncio.gather(*prompts)
+    assert "".join(begun) == "012a345678"
+
+
+async def test_a_client_with_many_images_that_wait_locks_no_other_out(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = InOrder()
+    monkeypatch.setattr(images_module, "MAX_WAITING_BYTES", 4 * IMAGE_BYTES)
+
+    def asked(client: str, number: int) -> asyncio.Future[Prompt]:
+        wanted = question(seen.source(f"{client} {number}"))
+        return asyncio.ensure_future(images.prompt(wanted, False, {}, None, Tenant(client)))
+
+    async with images_of(qwen, make_processor=seen.processor) as images:
+        await know_placeholder(images)
+        many = [asked("many", number) for number in range(6)]
+        await until(lambda: sum(each.done() for each in many) == 2)
+        others = [asked("other", number) for number in range(4)]
+        await until(lambda: sum(each.done() for each in others) == 2)
+        for _ in range(6):
+            seen.gate.release()
+        found = await asyncio.gather(*many, *others, return_exceptions=True)
+    refused = [isinstance(each, QueueFullError) for each in found]
+    assert refused == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2
+
+
+async def test_an_engine_that_closes_ends_what_waits_for_a_turn(qwen: Path) -> None:
+    seen = InOrder()
+    async with images_of(qwen, make_processor=seen.processor) as images:
+        await know_placeholder(images)
+        prompts = [
+            asyncio.ensure_future(images.prompt(question(seen.source(f"{k}")), False, {}))
+            for k in range(5)
+        ]
+        await seen.until_wait(images, 5)
+        images.close(EngineStoppedError("closed for a test"))
+        for prompt in prompts:
+            with pytest.raises(EngineStoppedError, match="closed for a test"):
+                await prompt
+        for _ in range(2):
+            seen.gate.release()
+    assert len(seen.order) == 2
+
+
 async def test_a_caller_that_leaves_ends_its_fetches(qwen: Path) -> None:
     cancelled: list[str] = []
     begun = asyncio.Event()
@@ -389,7 +552,7 @@ async def test_a_caller_that_leaves_ends_its_fetches(qwen: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: cancelled)
-        assert images._num_waiting_bytes == 0
+        assert images._waiting_bytes.num_taken == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -280,7 +280,7 @@ async def test_conversations_that_wait_for_images_leave_the_places_to_texts(
 
     async with texts_of(tokenizer, num_places=4) as texts:
         waiting = [asyncio.ensure_future(texts.chat(say("a"), False, {}, change)) for _ in range(4)]
-        await until(lambda: texts._num_changing == 4)
+        await until(lambda: texts._changing.num_taken == 4)
         assert len(await texts.chat(say("Hello"), False, {})) == len("Hello")
         with pytest.raises(QueueFullError, match="with images"):
             await texts.chat(say("a"), False, {}, change)
@@ -289,7 +289,7 @@ async def test_conversations_that_wait_for_images_leave_the_places_to_texts(
         seen.set()
         assert await asyncio.gather(*waiting) == [[1]] * 4
         await settled
-        assert texts._num_taken == texts._num_changing == texts._num_inside == 0
+        assert texts._num_taken == texts._changing.num_taken == texts._num_inside == 0
 
 
 async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:

@@ -28,7 +28,7 @@ from support.image_checkpoints import (
 from support.serving import Served, demo_engine, served
 
 from minisgl import LLM
-from minisgl.engine import AsyncEngine
+from minisgl.engine import AsyncEngine, images
 from minisgl.server.answers.handover import PREFILL, PREFILLED, Handover
 
 NUM_TOKENS = 8
@@ -234,6 +234,92 @@ def test_all_apis_agree(server: Served[AsyncEngine], llava: Llava) -> None:
         assert found["tokens"] == chat.prompt_token_ids
         [model] = http.get("/v1/models").json()["data"]
         assert model["input_modalities"] == ["text", "image"]
+
+
+def history(num_images: int) -> list[dict[str, Any]]:
+    """Items of a conversation with an image in each question."""
+    items: list[dict[str, Any]] = []
+    for number in range(num_images):
+        if number:
+            answer = {"type": "output_text", "text": f"Answer {number}"}
+            items.append({"role": "assistant", "content": [answer]})
+        image = {"type": "input_image", "image_url": data_url(colourful(60, 60, seed=number))}
+        question = {"type": "input_text", "text": f"Question {number}"}
+        items.append({"role": "user", "content": [question, image]})
+    return items
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_images", "num_left", "words"),
+    [
+        ({"max_seq_len_override": 160}, 6, None, "maximum context length"),
+        ({"image_rows": 3 * NUM_ROWS + 1}, 8, 3, "images take 128 tokens"),
+        ({}, 19, 16, "19 images; allowed: 16"),
+        ({"pixels": 5 * 60 * 60 - 1}, 8, 4, "too many"),
+        ({"bytes": 5}, 8, 5, "bytes; allowed"),
+    ],
+    ids=["tokens", "rows", "images", "pixels", "bytes"],
+)
+def test_truncation_leaves_out_turns_with_images_that_do_not_fit(
+    llava: Llava,
+    limits: dict[str, int],
+    num_images: int,
+    num_left: int | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items = history(num_images)
+    options = {"max_seq_len_override": 1024, **limits}
+    if pixels := options.pop("pixels", None):
+        monkeypatch.setattr(images, "MAX_REQUEST_PIXELS", pixels)
+    if num := options.pop("bytes", None):
+        sizes = [len(encoded(colourful(60, 60, seed=seed))) for seed in range(num_images)]
+        monkeypatch.setattr(images, "MAX_REQUEST_BYTES", sum(sizes[-num:]))
+
+    async def start() -> AsyncEngine:
+        return await demo_engine(model=str(llava.folder), dtype="float32", page_size=1, **options)
+
+    with served(start) as server, server.http() as http:
+
+        def post(given: list[dict[str, Any]], truncation: str) -> Any:
+            body = {
+                "input": given,
+                "instructions": "Be brief.",
+                "truncation": truncation,
+                "temperature": 0,
+                "max_output_tokens": 4,
+                "ignore_eos": True,
+            }
+            return http.post("/v1/responses", json=body)
+
+        refused = post(items, "disabled")
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert words in error["message"] and error["param"].startswith("input")
+        answer = post(items, "auto")
+        assert answer.status_code == 200, answer.text
+        # As few as possible are left out.
+        rest = [items[2 * number :] for number in range(num_images)]
+        fits = [post(each, "disabled") for each in rest]
+        first = next(each for each in fits if each.status_code == 200)
+        left = num_images - fits.index(first)
+        assert 1 < left == (num_left or left) < num_images
+        for name in ("output", "usage"):
+            assert found(answer, name) == found(first, name)
+        damaged = [*items]
+        image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+        damaged[-1] = {"role": "user", "content": [image]}
+        error = post(damaged, "auto").json()["error"]
+        assert error["param"] == f"input[{len(items) - 1}].content[0].image_url"
+        server.on_loop(server.engine.audit)
+
+
+def found(response: Any, name: str) -> Any:
+    """What an answer says that another answer to the same prompt says."""
+    answer = response.json()
+    if name == "output":
+        return [part["text"] for item in answer["output"] for part in item["content"]]
+    return answer["usage"]["input_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from support.seeing_engine import (
 )
 from support.serving import Served, served
 
+from minisgl.request import Tenant
 from minisgl.server.http.bodies import MAX_BODY_BYTES
 from minisgl.server.requests.chat_messages import IMAGE_TEXT
 
@@ -305,6 +306,26 @@ def test_images_are_shared_by_those_who_share_prefixes() -> None:
             assert namespace("/v1/messages/count_tokens", key, messages=BLOCKS) == of_key
             assert namespace("/tokenize", key, **shared) == of_key
         assert len(found) == 6
+
+
+def test_images_wait_in_the_line_of_those_who_ask() -> None:
+    with served(seeing_engine, api_key=("one", "two")) as other, other.http() as http:
+        engine, found = other.engine, set()
+        for key in ("one", "two"):
+            for path, fields in (
+                (CHAT, {"messages": CHAT_MESSAGES, "user": "ada"}),
+                (CHAT, {"messages": CHAT_MESSAGES, "user": "bob"}),
+                (RESPONSES, {"input": ITEMS, "user": "ada", "truncation": "auto"}),
+                (MESSAGES, {"messages": BLOCKS, "metadata": {"user_id": "ada"}, "max_tokens": 5}),
+            ):
+                headers = {"authorization": f"Bearer {key}"}
+                assert http.post(path, json=fields, headers=headers).status_code == 200
+                assert engine.tenants[-1] == engine.submitted_by[-1]
+                found.add(engine.tenants[-1])
+            tokenized = http.post("/tokenize", json={"messages": CHAT_MESSAGES}, headers=headers)
+            assert tokenized.status_code == 200
+            assert engine.tenants[-1] == Tenant(engine.submitted_by[-1].client)
+        assert len(found) == 4
 
 
 def test_a_body_may_be_as_large_as_any_other(server: Served[SeeingEngine]) -> None:

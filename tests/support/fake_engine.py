@@ -379,7 +379,8 @@ class FakeEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
-        namespace: bytes = b"",
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
         /,
         **template_options: Any,
     ) -> Prompt:

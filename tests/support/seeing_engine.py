@@ -13,7 +13,7 @@ from minisgl.errors import InvalidRequestError
 from minisgl.images.picture import Picture, with_pictures
 from minisgl.images.prompt import Prompt
 from minisgl.images.source import ImageSource, sources_of
-from minisgl.request import cache_namespace
+from minisgl.request import EVERYONE, Tenant, cache_namespace
 
 PAD = "<|image_pad|>"
 NUM_ROWS = 4
@@ -39,19 +39,23 @@ class SeeingEngine(ScriptedEngine):
         self.pad: int = self.tokenizer.encode(PAD, add_special_tokens=False)[0]
         self.sources: list[list[ImageSource]] = []  # of each conversation
         self.namespaces: list[bytes] = []
+        self.tenants: list[Tenant] = []  # the same
         self.prefix_namespaces: list[bytes] = []  # of each request
+        self.submitted_by: list[Tenant] = []  # the same
 
     async def encode_conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         any_length: bool = False,
-        namespace: bytes = b"",
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
         /,
         **template_options: Any,
     ) -> Prompt:
         sources = sources_of(messages)
         self.sources.append(sources)
-        self.namespaces.append(namespace)
+        self.namespaces.append(cache_namespace(tenant, cache_salt))
+        self.tenants.append(tenant)
         rendered = await self.encode_chat(messages, any_length, **template_options)
         try:
             return Prompt(*with_pictures(rendered, self.pad, [*map(self._picture, sources)]))
@@ -61,6 +65,7 @@ class SeeingEngine(ScriptedEngine):
     def submit(self, *arguments: Any, **options: Any) -> Any:
         tenant, salt = options["tenant"], options["cache_salt"]
         self.prefix_namespaces.append(cache_namespace(tenant, salt))
+        self.submitted_by.append(tenant)
         return super().submit(*arguments, **options)
 
     def _picture(self, source: ImageSource) -> Picture:

@@ -12,7 +12,7 @@ from typing import Any
 from minisgl.config import Capacity
 from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.images.prompt import Prompt
-from minisgl.request import FinishReason, OutputDelta, SamplingParams
+from minisgl.request import FinishReason, OutputDelta, SamplingParams, Tenant
 
 PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
 
@@ -86,7 +86,11 @@ class FakeEngine:
         return await asyncio.to_thread(self.tokenizer.chat, messages)
 
     async def encode_conversation(
-        self, messages: Sequence[dict[str, str]], any_length: bool, namespace: bytes
+        self,
+        messages: Sequence[dict[str, str]],
+        any_length: bool,
+        cache_salt: str | None,
+        tenant: Tenant,
     ) -> Prompt:
         return Prompt(await self.encode_chat(messages, any_length))
 

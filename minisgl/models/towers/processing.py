@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from minisgl.errors import InvalidRequestError, UnsupportedModelError
 from minisgl.images.checkpoint import CheckpointProcessor
 from minisgl.images.decoding import decode
+from minisgl.images.limits import TooManyImagesError
 from minisgl.images.picture import BFLOAT16
 from minisgl.images.processor import Answer, Array, Known, Made, Refused, Task
 from minisgl.subprocesses import MEMORY_BYTES, TIME_IS_UP, serve_tasks
@@ -86,7 +87,8 @@ def _answer(loaded: CheckpointProcessor | Refused, task: Task) -> Answer:
         image, num_pixels = decode(task.data, task.max_pixels, is_low=task.is_low)
         made = loaded.process(image, is_only=task.is_only)
     except InvalidRequestError as error:
-        return Refused(str(error.args[0]).removeprefix("an image "))
+        is_rest = isinstance(error, TooManyImagesError)
+        return Refused(str(error.args[0]).removeprefix("an image "), is_rest=is_rest)
     except Exception as error:  # of code of transformers, for a shape that the model does not take
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch says it
             most = f"{MEMORY_BYTES >> 20} MiB of memory"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.errors import InvalidRequestError, StepError
-from minisgl.images.picture import Picture, Span
+from minisgl.images.picture import Picture, Span, check_rows
 from minisgl.parts.images.positions import rope_positions
 from minisgl.request import Extra, Request, RequestStatus, SamplingParams
 from minisgl.scheduler.parts import Failed, Part
@@ -216,17 +216,11 @@ class Images(Part):
         self, params: SamplingParams, prompt: Sequence[int], given: Extra | None
     ) -> Extra | None:
         if isinstance(given, Pictured):
-            pictures = {span.picture.digest: span.picture for span in given.spans}
-            wanted = sum(picture.num_rows for picture in pictures.values())
-            for each in pictures.values() if self._turns else ():
+            pictures = [span.picture for span in given.spans]
+            for each in pictures if self._turns else ():
                 if each.grid is None or math.prod(each.grid) != each.num_rows:
                     raise InvalidRequestError("messages", "an image has no lines of rows.")
-            if wanted > self._num_rows:
-                raise InvalidRequestError(
-                    "messages",
-                    f"the images take {wanted:,} tokens, and there is room for {self._num_rows:,} "
-                    "of a request; send fewer or smaller ones, or raise --image-rows.",
-                )
+            check_rows(pictures, self._num_rows)
             if self._largest is not None:
                 given = replace(given, keeps_whole=True)
                 largest = max(stop - start for start, stop in given.blocks)

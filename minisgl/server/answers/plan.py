@@ -11,7 +11,7 @@ from minisgl.engine.conversation import Conversation, plan_answers, read_convers
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event, joined
 from minisgl.grammar.compiler import Compiled
-from minisgl.request import StructuredOutput, Tenant, cache_namespace
+from minisgl.request import StructuredOutput, Tenant
 from minisgl.server.config import ServerConfig
 from minisgl.server.requests.constraints import constraint_of
 from minisgl.server.requests.request_types import ChatRequest, CompletionRequest, TokenizeRequest
@@ -65,7 +65,9 @@ async def conversation_of(
     any_length: bool = False,
 ) -> Conversation:
     """Tokenize the conversation of a request of `client`; raises as `read_conversation`."""
-    salt = getattr(body, "salt", None)  # /tokenize has none
+    salt, tenant = None, Tenant(client)
+    if isinstance(body, ChatRequest):
+        salt, tenant = body.salt, body.tenant(client)
     return await read_conversation(
         engine,
         lambda facts: template_messages(body, facts, reading),
@@ -74,7 +76,8 @@ async def conversation_of(
         options=template_options(body, reading),
         any_length=any_length,
         or_else=', or set tool_choice to "none"',
-        namespace=cache_namespace(Tenant(client), salt),
+        cache_salt=salt,
+        tenant=tenant,
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from minisgl.engine.answer_plan import AnswerPlan
+from minisgl.engine.conversation import Conversation
 from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server.answers.delivery import (
@@ -135,10 +136,11 @@ async def responses(service: Service, asked: Asked[ResponsesRequest]) -> ASGIApp
             asked.id,
             ", ".join(sorted(kinds)),
         )
+    conversation = None
+    if body.truncation == "auto":
+        chat, conversation = await shortened(chat, engine, service.reading, asked.client)
     with chat.fields_named():
-        if body.truncation == "auto":
-            chat = await shortened(chat, engine, service.reading, asked.client)
-        plan, (job,) = await _chat_jobs(service, asked, chat.body)
+        plan, (job,) = await _chat_jobs(service, asked, chat.body, conversation)
     keeps, keep = service.store.is_on and body.store is not False, partial(history.keep, body)
     reply = ResponsesReply(
         job,
@@ -279,22 +281,29 @@ async def _translated(service: Service, asked: Asked[Any], body: Prompt) -> Tran
 
 
 async def _chat_jobs(
-    service: Service, asked: Asked[Any], body: ChatRequest, *, clamp: bool = False
+    service: Service,
+    asked: Asked[Any],
+    body: ChatRequest,
+    conversation: Conversation | None = None,
+    *,
+    clamp: bool = False,
 ) -> tuple[AnswerPlan, list[GenerationJob]]:
     """What the answers to a conversation have in common, and the job of each.
 
-    clamp: shorten max_tokens to the room left, whatever the option says.
+    conversation: as it was read already. clamp: shorten max_tokens to the room left, whatever the
+    option says.
     """
     engine, config = asked.engine, service.state.config
     check_num_logprobs(body, service.state.options.max_logprobs)
-    conversation = await conversation_of(
-        engine,
-        body,
-        service.reading,
-        asked.client,
-        parallel=body.parallel_tool_calls,
-        any_length=body.truncate_prompt_tokens is not None,
-    )
+    if conversation is None:
+        conversation = await conversation_of(
+            engine,
+            body,
+            service.reading,
+            asked.client,
+            parallel=body.parallel_tool_calls,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
     plan = await plan_chat(
         engine,
         body,

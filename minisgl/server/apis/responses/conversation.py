@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from minisgl.engine.conversation import Conversation
 from minisgl.errors import ContextLengthError, InvalidRequestError, TextTooLongError
+from minisgl.images.limits import TooManyImagesError
 from minisgl.server.answers.plan import conversation_of
 from minisgl.server.apis.responses.history import PlacedItem
 from minisgl.server.apis.responses.request_types import (
@@ -195,25 +197,30 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
 
 async def shortened(
     chat: TranslatedChat, engine: AsyncEngine, reading: Reading, client: str
-) -> TranslatedChat:
-    """The chat with as much of its end as fits beside its instructions and its answer.
+) -> tuple[TranslatedChat, Conversation | None]:
+    """The chat with as much of its end as fits beside its instructions and its answer, as one
+    prompt; images go with their messages.
 
     It begins with a message of the user, so that no result of a tool is without its call. If not
-    even the last one fits, the chat is unchanged, and refused like any other.
+    even the last one fits, the chat is unchanged and no prompt, and refused like any other.
     """
-    if await _fits(chat, engine, reading, client):
-        return chat
+    whole = await _fitting(chat, engine, reading, client)
+    if whole is not None:
+        return chat, whole
     num_kept = [turn.role in SYSTEM_ROLES for turn in chat.turns].index(False)
     users = [place for place, turn in enumerate(chat.turns) if turn.role == "user"]
     places = [place for place in users if place > num_kept]
+    found: tuple[TranslatedChat, Conversation | None] = chat, None
     first_fit, end = 0, len(places)
     while first_fit < end:  # what follows a beginning that fits, fits as well
         middle = (first_fit + end) // 2
-        if await _fits(_without(chat, num_kept, places[middle]), engine, reading, client):
-            end = middle
-        else:
+        rest = _without(chat, num_kept, places[middle])
+        fitting = await _fitting(rest, engine, reading, client)
+        if fitting is None:
             first_fit = middle + 1
-    return chat if first_fit == len(places) else _without(chat, num_kept, places[first_fit])
+        else:
+            found, end = (rest, fitting), middle
+    return found
 
 
 def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
@@ -223,13 +230,17 @@ def _without(chat: TranslatedChat, start: int, end: int) -> TranslatedChat:
     return replace(chat, body=body, turns=turns)
 
 
-async def _fits(chat: TranslatedChat, engine: AsyncEngine, reading: Reading, client: str) -> bool:
+async def _fitting(
+    chat: TranslatedChat, engine: AsyncEngine, reading: Reading, client: str
+) -> Conversation | None:
+    """The chat as a prompt, if the prompt and its images fit beside the answer."""
     body = chat.body
     try:
-        found = await conversation_of(
-            engine, body, reading, client, parallel=body.parallel_tool_calls
-        )
-    except (ContextLengthError, TextTooLongError):
-        return False
-    room = engine.capacity.max_seq_len - len(found.prompt_token_ids)
-    return room >= (body.max_completion_tokens or 1)
+        with chat.fields_named():
+            found = await conversation_of(
+                engine, body, reading, client, parallel=body.parallel_tool_calls
+            )
+    except (ContextLengthError, TextTooLongError, TooManyImagesError):
+        return None
+    room = engine.capacity.max_seq_len - len(found.prompt.token_ids)
+    return found if room >= (body.max_completion_tokens or 1) else None
