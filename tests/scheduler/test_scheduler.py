@@ -44,6 +44,7 @@ from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
 from minisgl.parts.adapters.host import Adapted, AdapterPlan, Adapters
+from minisgl.parts.experts.host import RoutedExperts, experts_of
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
 from minisgl.parts.masks.host import masked_rows, matcher_of
@@ -87,6 +88,8 @@ def make_request(
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     if sampling.prompt_logprobs is not None:
         extras.append(PromptScores(sampling.prompt_logprobs, len(prompt) - 1))
+    if sampling.return_routed_experts:
+        extras.append(RoutedExperts((1, 1), len(prompt)))
     return Request(
         id,
         prompt,
@@ -190,6 +193,7 @@ class Harness:
                 [cache.tiers for cache in caches] if self.num_host_pages else [],
                 50,
                 max_loras=self.max_loras,
+                routed=(1, 1),
             ),
         )
         self.num_granted = [0] * self.num_ranks  # pages for rows since the last plan
@@ -667,6 +671,43 @@ def test_prompt_logprobs_survive_retraction() -> None:
         check_output(request)
         scored = [score.token_id for score in scores_of(request)]
         assert scored == request.token_ids[1 : request.num_prompt_tokens]
+
+
+def test_what_a_prompt_is_asked_for_outlives_a_retraction_before_the_first_token_is_there() -> None:
+    """The request may end with that token, or go on from the pages that it has computed."""
+    num_blind = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        harness = Harness(
+            page_size=2, num_pages=14, conservativeness=0.01, max_prefill_length=rng.choice([3, 64])
+        )
+        put_back = harness.scheduler._put_back
+
+        def counting(running: Running, put_back: Any = put_back) -> None:
+            nonlocal num_blind
+            num_blind += running.num_scheduled == running.request.num_prompt_tokens
+            put_back(running)
+
+        harness.scheduler._put_back = counting  # type: ignore[method-assign]
+        requests = [
+            make_request(
+                str(index),
+                [rng.randrange(40) for _ in range(rng.randint(3, 9))],
+                rng.choice([1, 2, 12]),
+                prompt_logprobs=0,
+                return_routed_experts=True,
+                ignore_eos=True,
+            )
+            for index in range(12)
+        ]
+        harness.run(*requests)
+        for request in requests:
+            check_output(request)
+            scored = [score.token_id for score in scores_of(request)]
+            assert scored == request.token_ids[1 : request.num_prompt_tokens]
+            experts = experts_of(request)
+            assert experts is not None and len(experts) == len(request.token_ids) - 1
+    assert num_blind > 5
 
 
 def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> None:
