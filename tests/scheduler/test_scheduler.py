@@ -6,7 +6,7 @@ import ast
 import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -2094,12 +2094,17 @@ def test_a_place_in_use_is_not_taken_and_the_least_recently_used_goes_first() ->
         check_output(request)
 
 
-def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever() -> None:
+@pytest.mark.parametrize("tenant", [EVERYONE, Tenant("many", "other user"), Tenant("other")])
+def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever(tenant: Tenant) -> None:
     """Requests for the adapter that has the only place keep coming."""
-    harness = Harness(max_loras=1, num_slots=2, num_pages=200)
-    starved = make_request("starved", [1], 2, adapter=1)
+    harness = Harness(max_loras=1, num_slots=3, num_pages=200)
+    starved = make_request("starved", [1], 2, adapter=1, tenant=tenant)
+    many = replace(tenant, client=tenant.client and "many", user="")
     for number in range(90):
-        harness.scheduler.submit(make_request(str(number), [1], 8, ignore_eos=True, adapter=0))
+        num_tokens = 5 + number % 7  # one at a time ends
+        harness.scheduler.submit(
+            make_request(str(number), [1], num_tokens, ignore_eos=True, adapter=0, tenant=many)
+        )
         if number == 1:
             harness.scheduler.submit(starved)
     while not starved.finished:
