@@ -2116,6 +2116,17 @@ def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever(tenant: T
     check_output(starved)
 
 
+def test_a_slot_is_told_of_each_adapter_that_its_place_gets() -> None:
+    """Then each rank waits for its own copy of it, which may end later than that of rank 0."""
+    harness = Harness(max_loras=1, num_slots=1)
+    requests = [make_request(str(adapter), [1], 2, adapter=adapter) for adapter in (0, 0, 1)]
+    for request in requests:
+        harness.run(request)
+        check_output(request)
+    parts = (plan.part(AdapterPlan) for plan in harness.plans if plan.joins)
+    assert [part and part.changes for part in parts] == [((0, 1),), (), ((0, 1),)]
+
+
 def test_adapters_that_compute_different_things_share_no_prefix() -> None:
     harness = Harness(max_loras=2)
     prompt = list(range(12))
