@@ -77,7 +77,7 @@ class FleetAdapters:
             failed = [each for each, (status, _) in answers.items() if status not in fine]
             if done:
                 name = msgspec.json.decode(asked.body, type=UnloadAdapter).lora_name
-                if is_load and failed and (LOAD, name) not in self._changes:
+                if is_load and failed and not self._had(name):
                     body = msgspec.json.encode(UnloadAdapter(name))
                     undo = replace(asked, path=UNLOAD, raw_path=UNLOAD.encode(), body=body)
                     await asyncio.gather(*(self._ask(each, undo) for each in done))
@@ -90,6 +90,11 @@ class FleetAdapters:
             if not done:
                 raise NotReadyError("loading", "No replica takes requests yet.")
             return Response(answers[done[0]][1], media_type="text/plain")
+
+    def _had(self, name: str) -> bool:
+        """Whether all have an adapter of this name already, which loading it again keeps."""
+        is_first = name in self._first and (UNLOAD, name) not in self._changes
+        return is_first or (LOAD, name) in self._changes
 
     async def bring(self, index: int) -> None:
         """Ask a replica that has started for all that the others were asked for."""

@@ -101,7 +101,7 @@ class Turns:
 
         postponed: requests that the others passed while loads were under way. Their parts keep
         their turns until they begin a load: if those others took them, loads of parts without such
-        requests could come first for ever.
+        requests could come first for ever. Those of other parts count as passed over, too.
         """
         keeping = {self._name_of(waiting) for waiting in postponed}
         keeping -= {self._name_of(waiting) for waiting in requests if waiting.loads is not None}
@@ -112,6 +112,8 @@ class Turns:
                 self._last = name
                 self._parts.move_to_end(name)
             by_name.setdefault(name, []).append(waiting)
+        for waiting in postponed:
+            waiting.num_overtaken += self._name_of(waiting) not in by_name
         for name, theirs in by_name.items():
             part = self._parts[name]
             part.admitted(theirs, [other for other in postponed if self._name_of(other) == name])

@@ -24,7 +24,8 @@ class Waiting:
     # the lengths of the runs are known. A retracted request is not planned before that.
     num_expected: int
     retracted: bool = False
-    num_overtaken: int = 0  # number of times a later request was admitted first
+    # Number of times a later request was admitted first, or, while it was put off, one of others.
+    num_overtaken: int = 0
     # Of its rank, if it wanted one of pages in host memory when it was last looked at.
     loads: Loads | None = None
     num_loads: int = 0  # that had begun by then

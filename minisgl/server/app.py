@@ -142,4 +142,6 @@ async def read(
     if endpoint.task not in ("", engine.vectors.task):
         raise WrongTaskError(endpoint, engine.vectors.task)
     body: Any = await read_body(request, kind, strict=state.config.strict_fields)
-    return Asked(request.scope, engine, body, state.model_name(getattr(body, "model", None)))
+    name = state.model_name(getattr(body, "model", None))
+    adapter = engine.adapters.get(name)
+    return Asked(request.scope, engine, body, name, () if adapter is None else (adapter,))

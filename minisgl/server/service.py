@@ -56,12 +56,9 @@ class Asked(Generic[Body]):
     engine: AsyncEngine
     body: Body
     model: str  # by the name that the answer has: the model itself, or an adapter
-
-    @property
-    def adapter(self) -> tuple[Extra, ...]:
-        """What asks for its adapter, if it is for one, among the extras of a request."""
-        adapter = self.engine.adapters.get(self.model)
-        return () if adapter is None else (adapter,)
+    # What asks for its adapter, if it is for one, among the extras of a request. Taken along with
+    # the name: if the adapter is unloaded while a prompt is tokenized, the engine refuses it.
+    adapter: tuple[Extra, ...]
 
     @property
     def id(self) -> str:

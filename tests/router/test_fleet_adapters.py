@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from starlette.responses import Response
 
-from minisgl.router.adapters import FleetAdapters
+from minisgl.router.adapters import FleetAdapters, ReplicaRefusedError
 from minisgl.router.exchange import HTTPRequest
 from minisgl.server.handlers.adapters import LOAD, UNLOAD
 
@@ -57,3 +58,16 @@ async def test_a_replica_that_starts_later_gets_what_the_others_have_and_no_more
         fleet.replicas = [later]
         await adapters.bring(0)
         assert later.names == wanted
+
+
+async def test_a_load_of_what_all_have_that_fails_at_one_takes_it_from_no_other() -> None:
+    class Failing(Started):
+        async def whole(self, sent: bytes) -> tuple[int, bytes]:
+            return (500, b"") if LOAD.encode() in sent else await super().whole(sent)
+
+    fleet = SimpleNamespace(replicas=[Started(), Failing()])
+    adapters = FleetAdapters(fleet, "admin", ("first",))  # type: ignore[arg-type]
+    for name, left in (("first", {"first": "0"}), ("new", {"first": "0"})):
+        with pytest.raises(ReplicaRefusedError):
+            await ask(adapters, LOAD, name, "0")
+        assert [replica.names for replica in fleet.replicas] == [left] * 2

@@ -6,7 +6,7 @@ import ast
 import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ from minisgl.kvcache.rank_caches import RankCaches
 from minisgl.kvcache.transits import Transit
 from minisgl.matcher import MaskRows
 from minisgl.parts.adapters.host import Adapted, AdapterPlan, Adapters
+from minisgl.parts.experts.host import RoutedExperts, experts_of
 from minisgl.parts.host import host_parts
 from minisgl.parts.masks.filling import MaskFiller
 from minisgl.parts.masks.host import masked_rows, matcher_of
@@ -87,6 +88,8 @@ def make_request(
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     if sampling.prompt_logprobs is not None:
         extras.append(PromptScores(sampling.prompt_logprobs, len(prompt) - 1))
+    if sampling.return_routed_experts:
+        extras.append(RoutedExperts((1, 1), len(prompt)))
     return Request(
         id,
         prompt,
@@ -190,6 +193,7 @@ class Harness:
                 [cache.tiers for cache in caches] if self.num_host_pages else [],
                 50,
                 max_loras=self.max_loras,
+                routed=(1, 1),
             ),
         )
         self.num_granted = [0] * self.num_ranks  # pages for rows since the last plan
@@ -667,6 +671,43 @@ def test_prompt_logprobs_survive_retraction() -> None:
         check_output(request)
         scored = [score.token_id for score in scores_of(request)]
         assert scored == request.token_ids[1 : request.num_prompt_tokens]
+
+
+def test_what_a_prompt_is_asked_for_outlives_a_retraction_before_the_first_token_is_there() -> None:
+    """The request may end with that token, or go on from the pages that it has computed."""
+    num_blind = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        harness = Harness(
+            page_size=2, num_pages=14, conservativeness=0.01, max_prefill_length=rng.choice([3, 64])
+        )
+        put_back = harness.scheduler._put_back
+
+        def counting(running: Running, put_back: Any = put_back) -> None:
+            nonlocal num_blind
+            num_blind += running.num_scheduled == running.request.num_prompt_tokens
+            put_back(running)
+
+        harness.scheduler._put_back = counting  # type: ignore[method-assign]
+        requests = [
+            make_request(
+                str(index),
+                [rng.randrange(40) for _ in range(rng.randint(3, 9))],
+                rng.choice([1, 2, 12]),
+                prompt_logprobs=0,
+                return_routed_experts=True,
+                ignore_eos=True,
+            )
+            for index in range(12)
+        ]
+        harness.run(*requests)
+        for request in requests:
+            check_output(request)
+            scored = [score.token_id for score in scores_of(request)]
+            assert scored == request.token_ids[1 : request.num_prompt_tokens]
+            experts = experts_of(request)
+            assert experts is not None and len(experts) == len(request.token_ids) - 1
+    assert num_blind > 5
 
 
 def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> None:
@@ -2053,12 +2094,17 @@ def test_a_place_in_use_is_not_taken_and_the_least_recently_used_goes_first() ->
         check_output(request)
 
 
-def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever() -> None:
+@pytest.mark.parametrize("tenant", [EVERYONE, Tenant("many", "other user"), Tenant("other")])
+def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever(tenant: Tenant) -> None:
     """Requests for the adapter that has the only place keep coming."""
-    harness = Harness(max_loras=1, num_slots=2, num_pages=200)
-    starved = make_request("starved", [1], 2, adapter=1)
+    harness = Harness(max_loras=1, num_slots=3, num_pages=200)
+    starved = make_request("starved", [1], 2, adapter=1, tenant=tenant)
+    many = replace(tenant, client=tenant.client and "many", user="")
     for number in range(90):
-        harness.scheduler.submit(make_request(str(number), [1], 8, ignore_eos=True, adapter=0))
+        num_tokens = 5 + number % 7  # one at a time ends
+        harness.scheduler.submit(
+            make_request(str(number), [1], num_tokens, ignore_eos=True, adapter=0, tenant=many)
+        )
         if number == 1:
             harness.scheduler.submit(starved)
     while not starved.finished:
@@ -2068,6 +2114,17 @@ def test_a_request_whose_adapter_finds_no_place_is_not_passed_for_ever() -> None
     assert len(harness.endings) < 50
     harness.run()
     check_output(starved)
+
+
+def test_a_slot_is_told_of_each_adapter_that_its_place_gets() -> None:
+    """Then each rank waits for its own copy of it, which may end later than that of rank 0."""
+    harness = Harness(max_loras=1, num_slots=1)
+    requests = [make_request(str(adapter), [1], 2, adapter=adapter) for adapter in (0, 0, 1)]
+    for request in requests:
+        harness.run(request)
+        check_output(request)
+    parts = (plan.part(AdapterPlan) for plan in harness.plans if plan.joins)
+    assert [part and part.changes for part in parts] == [((0, 1),), (), ((0, 1),)]
 
 
 def test_adapters_that_compute_different_things_share_no_prefix() -> None:

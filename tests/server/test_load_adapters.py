@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 from support.demo_adapters import greedy_tokens, save_demo_adapter
 from support.fake_engine import FakeEngine
 from support.forked_ranks import forked_ranks
-from support.http_server import error_of, http_client
+from support.http_server import HELLO, error_of, http_client
 from support.serving import Served, demo_engine, served
 from transformers import PreTrainedModel
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
+from minisgl.images.prompt import Prompt
 from minisgl.router.config import RouterConfig
 from minisgl.router.process import RouterProcess
 from minisgl.server import ADMIN_VARIABLE, with_all_keys
@@ -72,6 +73,30 @@ def client(adapted: Served[AsyncEngine]) -> Iterator[httpx.Client]:
         for name in names_at(found)[1:]:
             found.post(UNLOAD, json={"lora_name": name}, headers=ADMIN).raise_for_status()
         adapted.on_loop(adapted.engine.audit)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_adapter_that_is_unloaded_while_a_prompt_is_read_is_not_replaced_by_the_model(
+    path: str,
+) -> None:
+    class Leaving(FakeEngine):
+        """Its adapter is unloaded while the first prompt is tokenized."""
+
+        async def encode(self, text: str, /, **_: bool) -> list[int]:
+            await self.adapters.unload("sql")
+            return list(text.encode())
+
+        async def encode_conversation(self, *_: Any, **__: Any) -> Prompt:
+            return Prompt(await self.encode("a"))
+
+    engine = Leaving(adapters=["sql"])
+    asked = {"prompt": "a"} if "chat" not in path else {"messages": HELLO}
+    async with http_client(engine) as http:
+        answer = await http.post(path, json={"model": "sql", "max_tokens": 2, **asked})
+        assert [stream.adapters for stream in engine.submitted] == [["sql"]]
+        assert answer.json()["model"] == "sql"
+        again = await http.post(path, json={"model": "sql", "max_tokens": 2, **asked})
+        assert again.status_code == 404
 
 
 def names_at(client: httpx.Client) -> list[str]:

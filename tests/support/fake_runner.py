@@ -25,6 +25,7 @@ from minisgl.kvcache.moves import Move, Place
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.parts.adapters.host import AdapterPlan
 from minisgl.parts.copies.host import CopyPlan
+from minisgl.parts.experts.host import ExpertPlan
 from minisgl.parts.masks.host import MaskPlan
 from minisgl.parts.scores.host import ScorePlan
 from minisgl.request import TokenLogprobs
@@ -246,6 +247,8 @@ class FakeRunner:
                 each.index: [TokenLogprobs(t, -1.0, 1) for t in each.token_ids]
                 for each in part.chunks
             }
+        if isinstance(part, ExpertPlan):
+            return bytes(2 * len(part.rows))  # one expert of each token
         if isinstance(part, AdapterPlan):
             for place, adapter in part.loads:
                 assert adapter not in self.dropped, "it is not in host memory any more"

@@ -124,6 +124,10 @@ class Adapters(Part):
             assert place.adapter is not None
             place.begun = work.step
             loads.append((index, place.adapter))
+            # Slots that had what was there are told again: a rank waits for the copy then, which
+            # may have ended on another one.
+            had = [slot for slot, value in self._of_slot.items() if value == 1 + index]
+            self._of_slot |= dict.fromkeys(had, -1)
         self._to_load = []
         drops = self._to_drop()
         for number in drops:

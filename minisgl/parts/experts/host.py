@@ -33,10 +33,6 @@ class RoutedExperts(Extra):
     def computes_all_tokens(self) -> bool:
         return len(self.found) < self.num_prompt_tokens * self.width
 
-    def retracted(self) -> None:
-        if self.computes_all_tokens:
-            self.found.clear()
-
 
 def experts_of(request: Request) -> NDArray[np.int16] | None:
     """Of a request that has ended: [tokens but the last, layers, experts]; None where it did not
@@ -87,11 +83,9 @@ class Experts(Part):
             assert asked is not None
             data = outcome[taken : taken + len(rows) * asked.width]
             taken += len(data)
-            # What a retracted request had in flight counts, unless it has begun anew.
-            num_known = len(asked.found)
-            first = num_known if start is None else start * asked.width
-            anew = start is None and asked.computes_all_tokens
-            if not (request.finished or anew or first > num_known):
+            # What a retracted request had in flight counts: it may end with that.
+            first = len(asked.found) if start is None else start * asked.width
+            if not request.finished:
                 asked.found[first : first + len(data)] = data
 
 

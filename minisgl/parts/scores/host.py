@@ -25,10 +25,6 @@ class PromptScores(Extra):
     def computes_all_tokens(self) -> bool:
         return len(self.found) < self.num_tokens
 
-    def retracted(self) -> None:
-        if self.computes_all_tokens:
-            self.found.clear()
-
 
 def scores_of(request: Request) -> list[TokenLogprobs | None]:
     """The logprobs of the prompt so far; none where the request did not ask."""
@@ -88,7 +84,9 @@ class Scores(Part):
     def settle(self, work: StepWork, outcome: object) -> None:
         assert isinstance(outcome, dict)
         for index, found in outcome.items():
-            running = work.chunk_owners[index]
-            scores = running.request.extra(PromptScores)
-            if running.active and scores is not None:
-                scores.found += found
+            scores = work.chunk_owners[index].request.extra(PromptScores)
+            if scores is not None:
+                # By their place: a request that was retracted meanwhile may compute them again,
+                # or end with the token that this step has sampled.
+                first = work.chunks[index].start
+                scores.found[first : first + len(found)] = found
