@@ -105,6 +105,11 @@ def ask(
         engine.run, engine.chance = run, chance
         events = events_of(http.post(PATH, json={**request, "stream": True}).text)
         streamed = without_ids(assembled(events))
+        for block, other in zip(streamed["content"], whole["content"], strict=True):
+            if RAW_INPUT in other.get("input", ()):  # of which a stream has the beginning
+                given = block["input"].get(RAW_INPUT, "")
+                assert other["input"][RAW_INPUT].startswith(given)
+                block["input"] = other["input"]
         assert {**streamed, "usage": whole["usage"]} == whole
         if "stop_sequences" not in fields:  # a run may have tokens after one
             assert streamed["usage"] == whole["usage"]
@@ -231,6 +236,28 @@ def test_a_call_that_was_cut_is_not_run(server: Served[ScriptedEngine], http: ht
     [cut] = found["content"]
     assert found["stop_reason"] == "max_tokens"
     assert [*cut["input"]] == [RAW_INPUT] and cut["input"][RAW_INPUT].startswith('{"city"')
+
+
+@pytest.mark.parametrize(
+    ("written", "input"),
+    [
+        ('{"city": "Köln", "days": 2 3}', {"city": "Köln", "days": 2}),
+        ('{"city": tru}', {}),
+        ('{"city": "Köln",}', {"city": "Köln"}),
+        (r'{"city": "Köln\ud800"}', {}),
+        ("{'city': 1}", {}),
+        ("[1]", {}),
+    ],
+)
+def test_a_stream_has_the_client_parse_nothing_but_the_beginning_of_an_object(
+    server: Served[ScriptedEngine], client: anthropic.Anthropic, written: str, input: dict[str, Any]
+) -> None:
+    server.engine.answers = [f"{hermes('get_weather', written)}\nDone."]
+    with client.messages.stream(**asked(thinking={"type": "disabled"})) as stream:
+        message = stream.get_final_message()
+    call, done = message.content
+    assert (call.type, call.input) == ("tool_use", input)
+    assert (done.text, message.stop_reason) == ("Done.", "max_tokens")
 
 
 def test_max_tokens_are_shortened_to_the_room_and_the_stop_reason_says_so(
