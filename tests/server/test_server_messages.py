@@ -8,13 +8,14 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import anthropic
 import httpx
 import msgspec
 import openai
 import pytest
+from anthropic.types.beta import BetaContentBlock
 from pydantic import BaseModel
 from support.agent_bodies import claude_code_body
 from support.fake_engine import FakeEngine
@@ -470,6 +471,21 @@ def test_blocks_of_tools_that_anthropic_runs_are_left_out(
     }
     found = prompt_of(server, http, messages=[{"role": "user", "content": [quoted]}])
     assert said("user", "Rain\nhttps://example.org\nIt rains.") in found
+
+
+def test_every_block_of_an_answer_of_anthropics_is_taken_back(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    # In a conversation that goes on here.
+    kinds, _ = get_args(BetaContentBlock)
+    known = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(kinds)}
+    assert known > {"fallback", "compaction"}
+    refused = {"container_upload"}  # a file
+    for kind in known - refused - {"text", "thinking", "tool_use"}:
+        said_before = [{"type": kind, "content": "summary"}, {"type": "text", "text": "B"}]
+        messages = [*QUESTION, {"role": "assistant", "content": said_before}, *QUESTION]
+        found = prompt_of(server, http, messages=messages)
+        assert said("assistant", "summaryB" if kind == "compaction" else "B") in found, kind
 
 
 def test_a_last_message_of_the_assistant_is_continued(
