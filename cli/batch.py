@@ -113,6 +113,7 @@ async def _answer_all(
     from minisgl.progress import LoadProgress
 
     from .batch_file import Failure, answer_line
+    from .batch_post import patient
 
     waiting = iter(requests)
     num_done = num_failed = 0
@@ -122,6 +123,7 @@ async def _answer_all(
             from .batch_images import with_images
 
             post = with_images(post, Path(batch.image_folder))
+        post = patient(post)
         with LoadProgress() as progress:
             progress("answering", 0.0)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -67,6 +69,34 @@ def server_at(url: str, api_key: str, timeout_s: float) -> Post:
             return Failure("request_failed", str(error))
 
     return post
+
+
+def patient(post: Post) -> Post:
+    """Asks again what was refused because the queue was full, when another request of the batch has
+    been answered. Where there is no other, the refusal is the answer."""
+    num_asked = 0
+    refused: deque[asyncio.Future[None]] = deque()
+
+    async def ask(request: BatchRequest) -> Response | Failure:
+        nonlocal num_asked
+        while True:
+            num_asked += 1
+            try:
+                result = await post(request)
+            finally:
+                num_asked -= 1
+            is_refused = isinstance(result, Response) and result.status_code == 429
+            if not (is_refused and num_asked):
+                break
+            refused.append(asyncio.get_running_loop().create_future())
+            await refused[-1]
+        while refused:
+            if not (turn := refused.popleft()).done():  # as where the batch is ended
+                turn.set_result(None)
+                break
+        return result
+
+    return ask
 
 
 def _response(status: int, request_id: str, body: bytes) -> Response | Failure:

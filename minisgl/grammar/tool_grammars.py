@@ -299,7 +299,9 @@ class _Arguments:
     def _python_value(self, key: str) -> str:
         types = types_of(self._root, key)
         if types == {"boolean"}:
-            return '("True" | "False")'
+            schemas = alternatives(self._root, self._properties[key])
+            values = {value for each in schemas for value in constants(each) or (True, False)}
+            return f"({' | '.join(string(str(value)) for value in sorted(values))})"
         return self._schema_of(key, types, json_allowed_escapes=PYTHON_ESCAPES)
 
     def _schema_of(self, key: str, types: frozenset[str], **options: Any) -> str:

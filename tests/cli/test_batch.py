@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from minisgl_cli import batch_file
 from minisgl_cli.batch import BatchConfig, _answer_all
 from minisgl_cli.batch_file import BatchRequest, Failure, OutputError, Response, answers_in
 from minisgl_cli.batch_images import with_images
+from minisgl_cli.batch_post import patient
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -394,6 +396,30 @@ def test_a_file_stays_where_its_copy_does_not_fit(
     with pytest.raises(OutputError, match="File too large"), answers_in(out, ["busy"]):
         pass
     assert out.read_text() == content and [*tmp_path.iterdir()] == [out]
+
+
+async def test_a_batch_waits_for_itself_where_it_fills_the_queue() -> None:
+    asked: list[str] = []
+    running: set[str] = set()
+    most = 0
+
+    async def post(request: BatchRequest) -> Response | Failure:
+        nonlocal most
+        asked.append(request.custom_id)
+        if len(running) == 3 or request.custom_id == "too large":
+            return Response(429, "id", msgspec.Raw(b"{}"))
+        running.add(request.custom_id)
+        most = max(most, len(running))
+        await asyncio.sleep(0)
+        running.remove(request.custom_id)
+        return Response(200, "id", msgspec.Raw(b"{}"))
+
+    ask, names = patient(post), [*map(str, range(20)), "too large"]
+    found = await asyncio.gather(*(ask(BatchRequest(name, CHAT, b"{}")) for name in names))
+    statuses = [each.status_code for each in found if isinstance(each, Response)]
+    assert statuses == [200] * 20 + [429] and most == 3
+    # One for each answer asks again, not all of them.
+    assert len(asked) <= 3 * len(names)
 
 
 async def test_an_answer_that_cannot_be_added_ends_the_batch() -> None:

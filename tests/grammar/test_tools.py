@@ -526,6 +526,25 @@ def test_a_forced_python_call_is_read_whatever_its_parameters_are_called(name: s
     assert parse(PLAIN, "pythonic", answer).objects == [("f", {name: [1, True]})]
 
 
+@pytest.mark.parametrize(
+    ("schema", "allowed"),
+    [
+        ({"type": "boolean"}, {"True", "False"}),
+        ({"const": True}, {"True"}),
+        ({"enum": [False]}, {"False"}),
+        ({"anyOf": [{"const": False}, {"type": "boolean"}]}, {"True", "False"}),
+        ({"$ref": "#/$defs/yes"}, {"True"}),
+    ],
+)
+def test_python_booleans_are_held_to_the_values_of_the_schema(
+    schema: dict[str, Any], allowed: set[str]
+) -> None:
+    parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"yes": {"const": True}}}
+    structured = tool_calls([Tool(name="f", parameters=parameters)], PYTHONIC, {}, required=True)
+    for word in ("True", "False"):
+        assert ByteMatcher(structured).accepts(f"[f(a={word})]") is (word in allowed)
+
+
 @pytest.mark.parametrize("name", ["a=b", "it's", "f(x)", "a,b", " a", "", "a\n"])
 def test_a_parameter_whose_name_cannot_be_read_is_refused(name: str) -> None:
     tool = Tool(name="f", parameters={"properties": {name: {}}})

@@ -85,6 +85,23 @@ async def test_a_response_is_shown_while_it_is_generated_and_goes_on_without_its
         assert again.status == "completed" and ANSWER in engine.texts[-1]
 
 
+async def test_the_tokens_of_a_response_count_for_its_key() -> None:
+    engine = HeldEngine()
+    engine.allowed = ALL
+    async with (
+        serving(engine, api_key=("ada: s3cret",)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="s3cret", max_retries=0) as client,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        whole = await ended(client, (await client.responses.create(**ASKED)).id)
+        assert whole.usage is not None
+        page = (await http.get("/metrics")).text
+        counted = f'minisgl_key_generated_tokens_total{{key="ada"}} {whole.usage.output_tokens}.0'
+        assert counted in page
+        assert f'minisgl_key_prompt_tokens_total{{key="ada"}} {whole.usage.input_tokens}.0' in page
+        await engine.close()
+
+
 async def test_a_stream_is_resumed_behind_any_event_while_it_comes_and_afterwards() -> None:
     async with held() as (engine, client, http):
         engine.allowed = 3

@@ -8,13 +8,14 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import anthropic
 import httpx
 import msgspec
 import openai
 import pytest
+from anthropic.types.beta import BetaContentBlock
 from pydantic import BaseModel
 from support.agent_bodies import claude_code_body
 from support.fake_engine import FakeEngine
@@ -105,6 +106,11 @@ def ask(
         engine.run, engine.chance = run, chance
         events = events_of(http.post(PATH, json={**request, "stream": True}).text)
         streamed = without_ids(assembled(events))
+        for block, other in zip(streamed["content"], whole["content"], strict=True):
+            if RAW_INPUT in other.get("input", ()):  # of which a stream has the beginning
+                given = block["input"].get(RAW_INPUT, "")
+                assert other["input"][RAW_INPUT].startswith(given)
+                block["input"] = other["input"]
         assert {**streamed, "usage": whole["usage"]} == whole
         if "stop_sequences" not in fields:  # a run may have tokens after one
             assert streamed["usage"] == whole["usage"]
@@ -231,6 +237,28 @@ def test_a_call_that_was_cut_is_not_run(server: Served[ScriptedEngine], http: ht
     [cut] = found["content"]
     assert found["stop_reason"] == "max_tokens"
     assert [*cut["input"]] == [RAW_INPUT] and cut["input"][RAW_INPUT].startswith('{"city"')
+
+
+@pytest.mark.parametrize(
+    ("written", "input"),
+    [
+        ('{"city": "Köln", "days": 2 3}', {"city": "Köln", "days": 2}),
+        ('{"city": tru}', {}),
+        ('{"city": "Köln",}', {"city": "Köln"}),
+        (r'{"city": "Köln\ud800"}', {}),
+        ("{'city': 1}", {}),
+        ("[1]", {}),
+    ],
+)
+def test_a_stream_has_the_client_parse_nothing_but_the_beginning_of_an_object(
+    server: Served[ScriptedEngine], client: anthropic.Anthropic, written: str, input: dict[str, Any]
+) -> None:
+    server.engine.answers = [f"{hermes('get_weather', written)}\nDone."]
+    with client.messages.stream(**asked(thinking={"type": "disabled"})) as stream:
+        message = stream.get_final_message()
+    call, done = message.content
+    assert (call.type, call.input) == ("tool_use", input)
+    assert (done.text, message.stop_reason) == ("Done.", "max_tokens")
 
 
 def test_max_tokens_are_shortened_to_the_room_and_the_stop_reason_says_so(
@@ -443,6 +471,21 @@ def test_blocks_of_tools_that_anthropic_runs_are_left_out(
     }
     found = prompt_of(server, http, messages=[{"role": "user", "content": [quoted]}])
     assert said("user", "Rain\nhttps://example.org\nIt rains.") in found
+
+
+def test_every_block_of_an_answer_of_anthropics_is_taken_back(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    # In a conversation that goes on here.
+    kinds, _ = get_args(BetaContentBlock)
+    known = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(kinds)}
+    assert known > {"fallback", "compaction"}
+    refused = {"container_upload"}  # a file
+    for kind in known - refused - {"text", "thinking", "tool_use"}:
+        said_before = [{"type": kind, "content": "summary"}, {"type": "text", "text": "B"}]
+        messages = [*QUESTION, {"role": "assistant", "content": said_before}, *QUESTION]
+        found = prompt_of(server, http, messages=messages)
+        assert said("assistant", "summaryB" if kind == "compaction" else "B") in found, kind
 
 
 def test_a_last_message_of_the_assistant_is_continued(

@@ -47,9 +47,11 @@ THOUGHT = "<think>\nHm, Köln.\n</think>\n\n"
 
 
 @contextlib.contextmanager
-def scripted(template: str = QWEN_TEMPLATE, **options: Any) -> Iterator[Served[ScriptedEngine]]:
+def scripted(
+    template: str = QWEN_TEMPLATE, *special: str, **options: Any
+) -> Iterator[Served[ScriptedEngine]]:
     async def start() -> ScriptedEngine:
-        return ScriptedEngine(qwen(template))
+        return ScriptedEngine(qwen(template, *special))
 
     with served(start, **options) as found:
         yield found
@@ -261,6 +263,23 @@ def test_logprobs_spell_the_text(ask: Any) -> None:
         assert "".join(token.token for token in tokens) == message.content[0].text.strip()
     [plain] = ask("It rains.").output
     assert plain.content[0].logprobs == []
+
+
+def test_a_token_of_the_text_that_goes_on_behind_it_has_its_logprob() -> None:
+    # As ".\n" before a call, of which the line break is markup.
+    with scripted(QWEN_TEMPLATE, "see.\n") as server, server.openai() as client:
+        server.engine.answers = [f"Let me see.\n{CALL}\nDone."]
+        for server.engine.run in (1, 3, 1000):
+            found = client.responses.create(
+                model="fake",
+                input="Hi",
+                tools=TOOLS,
+                include=["message.output_text.logprobs"],
+                extra_body={"skip_special_tokens": False},
+            )
+            texts = [item.content[0] for item in found.output if item.type == "message"]
+            spelled = ["".join(token.token for token in text.logprobs) for text in texts]
+            assert spelled == [text.text for text in texts] == ["Let me see.", "Done."]
 
 
 def test_a_failure_in_a_stream_ends_it_with_response_failed(

@@ -618,6 +618,10 @@ def test_logprobs_are_those_of_the_content(
     assert found.content == "Let me see.\n\nDone."
     assert "".join(found.logprobs) == "Let me see.Done."
     assert ask(server, client, CALL, logprobs=True).logprobs == []
+    # Also of an answer that ends inside of a character.
+    for limit in range(1, 6):
+        found = ask(server, client, "a日本", logprobs=True, max_tokens=limit)
+        assert "".join(found.logprobs) == found.content
 
 
 def test_calls_are_counted_and_never_logged(

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import anthropic.types
+import jiter
 import jsonschema
 from pydantic import TypeAdapter
 
@@ -54,7 +55,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream, whose events must come in order."""
+    """The message of a stream, whose events must come in order. What has come of an input that is
+    no object is in `_raw`."""
     for event in events:
         if event["type"] != "ping":
             EVENT.validate_python(event)
@@ -91,6 +93,8 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             assert event["delta"][DELTAS[kind]] and block["type"] == BLOCKS[kind]
             texts.append(event["delta"][DELTAS[kind]])
+            if kind == "input_json_delta":  # as the client parses it at each piece
+                assert isinstance(jiter.from_json("".join(texts).encode(), partial_mode=True), dict)
     assert not is_open and blocks
     assert (delta["type"], last) == ("message_delta", {"type": "message_stop"})
     assert message["usage"]["input_tokens"] == delta["usage"]["input_tokens"]

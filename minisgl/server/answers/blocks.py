@@ -140,6 +140,8 @@ class BlockChoice(ReplyChoice):
             scores.add(delta, token_ended=self._token_ended)
         for found in self._reader.read(delta):
             scored = scores.read(found) if scores is not None else ()
+            if scored and not isinstance(found, ContentText):
+                self._score_open(scored)  # a token that is not of the text alone
             match found:
                 case ContentText(text):
                     yield from self._go_on("text", text, scored)
@@ -158,8 +160,8 @@ class BlockChoice(ReplyChoice):
                     yield from self._end_open(cut=not is_object)
         if self._finish_reason is None:
             return
-        if scores is not None and self._open is not None and self._open.kind == "text":
-            self._open.scored += scores.finish()
+        if scores is not None:
+            self._score_open(scores.finish())
         yield from self._end_open(cut=cut)
         only_thought = all(block.kind == "reasoning" for block in self.blocks)
         if only_thought and not (cut and self.blocks):
@@ -183,6 +185,10 @@ class BlockChoice(ReplyChoice):
         block.texts.append(text)
         block.scored += scored
         yield BlockText(block, text, scored)
+
+    def _score_open(self, scored: Sequence[PlacedToken]) -> None:
+        if self._open is not None and self._open.kind == "text":
+            self._open.scored += scored
 
     def _begin(
         self, kind: Literal["reasoning", "text", "call"], texts: list[str], call: Call | None = None

@@ -80,6 +80,11 @@ class ContentScores:
             text = self._decoder.decode(data)
             self._text += text
             self._pieces.append(_Piece(token, data, text))
+        if delta.finish_reason is not None and self._pieces:
+            # Of a character that the end has broken off.
+            rest = self._decoder.decode(b"", True)
+            self._text += rest
+            self._pieces[-1].text += rest
 
     def read(self, event: Event) -> list[PlacedToken]:
         """Go on with an event; returns the tokens of content that are complete."""

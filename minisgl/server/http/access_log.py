@@ -33,6 +33,7 @@ LEFT = "left"  # in the state of a scope: that it did
 UNROUTED = "other"  # an unknown path, or refused before routing; the path itself would be free text
 BEGAN = "began"  # in the state of a scope: when its request came, by the monotonic clock
 FIELDS = "log_fields"  # in the state of a scope: what `note` was given
+USAGE = "usage"  # in the state of a scope: where that of its key is counted
 FAILURE = "failure"  # in the state of a scope: the level and the reason of `note_failure`
 
 BRACKETS = str.maketrans({"[": ".", "]": None})  # of input[2].content[0]
@@ -88,6 +89,7 @@ class Observe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][BEGAN] = time.monotonic()
+        scope["state"][USAGE] = self._usage
         span = None
         if self._tracing is not None:
             span = scope["state"][SPAN] = self._tracing.begin(scope)
@@ -118,8 +120,7 @@ class Observe:
                 status = CLIENT_LEFT
                 self._responses[Answered(_route(scope), status)] += 1
             write_record(scope, status)
-            if self._usage is not None:
-                _count_usage(scope, self._usage)
+            count_usage(scope)
             if span is not None:
                 state = scope["state"]
                 span.end(status, state.get(FIELDS, {}), state.get(FAILURE, (0, ""))[1])
@@ -156,12 +157,14 @@ def note_failure(scope: Scope, error: Exception) -> None:
     scope["state"][FAILURE] = level, reason
 
 
-def _count_usage(scope: Scope, usage: dict[str, Usage]) -> None:
+def count_usage(scope: Scope, num_requests: int = 1) -> None:
+    """Count what the record of a request has for its key, if that has a name."""
+    usage: dict[str, Usage] | None = scope["state"][USAGE]
     noted = scope["state"].get(FIELDS, {})
     name = noted.get("key")
-    if isinstance(name, str):  # others are numbers
+    if usage is not None and isinstance(name, str):  # others are numbers
         of_key = usage.setdefault(name, Usage())
-        of_key.num_requests += 1
+        of_key.num_requests += num_requests
         of_key.num_prompt_tokens += noted.get("prompt_tokens", 0)
         of_key.num_output_tokens += noted.get("output_tokens", 0)
 

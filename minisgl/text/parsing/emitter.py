@@ -18,6 +18,7 @@ from minisgl.text.parsing.reader import BLANKS, MARKS
 
 MAX_HELD_CHARS = 1000
 GAP = "\n\n"
+GAP_TEXT = ContentText(GAP)  # told by its identity, as the model has not written it
 ANY_MARK = re.compile(f"[{MARKS}]")
 
 
@@ -113,14 +114,12 @@ class Emitter:
 
     def _put(self, text: str) -> None:
         kind = self.is_reasoning
-        if self._is_apart[kind]:
-            text = GAP + text
-        self._is_apart[kind] = False
+        is_apart, self._is_apart[kind] = self._is_apart[kind], False
         self.begun = self._has_spoken[kind] = True
         if self.is_reasoning:
-            self._events.append(ReasoningText(text))
+            self._events.append(ReasoningText(GAP + text if is_apart else text))
         elif not self.is_muted:
-            self._events.append(ContentText(text))
+            self._events += (GAP_TEXT, ContentText(text)) if is_apart else (ContentText(text),)
 
     def spelled(self, text: str) -> str:
         """A text with the spellings of its marks."""

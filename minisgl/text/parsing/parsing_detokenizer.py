@@ -8,22 +8,25 @@ from typing import Any
 from minisgl.events import ContentText, Event
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.emitter import GAP, GAP_TEXT
 from minisgl.text.tokenizer import Tokenizer
 
 
 class ParsingDetokenizer(Detokenizer):
     """Hands each token to a parser. The text is the content, and the events are the whole answer.
 
-    Stop strings match content only, and no match goes across reasoning or a call.
+    Stop strings match only content that the model has written, and no match goes across reasoning,
+    a call or the end of a message.
     """
 
-    __slots__ = ("_events", "_parser")
+    __slots__ = ("_events", "_gap", "_parser")
 
     def __init__(self, tokenizer: Tokenizer, parser: AnswerParser, **options: Any) -> None:
         """options: those of a Detokenizer."""
         super().__init__(tokenizer, **options)
         self._parser = parser
         self._events: list[Event] = []
+        self._gap = ""  # what comes before the next text that no stop string holds back
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -58,6 +61,9 @@ class ParsingDetokenizer(Detokenizer):
             if not isinstance(event, ContentText):
                 content += self._release()
                 self._events.append(event)
+            elif event is GAP_TEXT and self._stops is not None:
+                content += self._release()
+                self._gap = GAP
             elif self._stops is None:
                 content += event.text
                 self._events.append(event)
@@ -74,5 +80,6 @@ class ParsingDetokenizer(Detokenizer):
 
     def _put(self, text: str) -> str:
         if text:
+            text, self._gap = self._gap + text, ""
             self._events.append(ContentText(text))
         return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.parsed_answers import QWEN, form_of, parsed
+from support.parsed_answers import HARMONY, QWEN, form_of, parsed, replay
 
 from minisgl.events import ContentText
 from minisgl.text.parsing.parsing_detokenizer import ParsingDetokenizer
@@ -60,6 +60,21 @@ def test_no_stop_string_matches_across_a_call() -> None:
     assert [
         event.text for event in detokenizer.take_events() if isinstance(event, ContentText)
     ] == ["a", "EN", "\n\nD"]
+
+
+def test_no_stop_string_matches_what_only_sets_texts_apart() -> None:
+    detokenizer, text, _ = run(f"a{CALL}bc{CALL}d", stop=("\n\n", "\nx", "cx"))
+    assert (text, detokenizer.stopped) == ("a\n\nbc\n\nd", None)
+    assert len(parsed(detokenizer.take_events()).calls) == 2
+    detokenizer, text, _ = run(f"a{CALL}b\n\nc", stop=("\n\n",))
+    assert (text, detokenizer.stopped) == ("a\n\nb", "\n\n")
+
+
+def test_messages_of_an_answer_do_not_end_it_by_a_stop_string_between_them() -> None:
+    note = "<|channel|>commentary<|message|>Let me think.<|end|><|start|>assistant"
+    ids = HARMONY.encode(f"{note}<|channel|>final<|message|>It is 4.", add_special_tokens=False)
+    events = replay(HARMONY, form_of(HARMONY, "harmony", "auto"), ids, stop=("\n\n",))
+    assert events == [ContentText("Let me think.\n\nIt is 4.")]
 
 
 def test_what_may_become_a_stop_string_is_content_at_the_end() -> None:

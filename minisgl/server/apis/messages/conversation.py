@@ -128,6 +128,8 @@ class _Reader:
         match block:
             case asked.TextBlock(text):
                 return [text]
+            case asked.CompactionBlock(content):
+                return [content] if content else []
             case asked.SearchResultBlock(content, title, source):
                 texts = [title, source, *(part.text for part in content)]
                 return ["\n".join(filter(None, texts))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Raw
 
 from minisgl.request import FinishReason, OutputDelta
@@ -10,6 +9,7 @@ from minisgl.server.answers.blocks import Block, BlockChoice, BlockEvent, BlockS
 from minisgl.server.answers.jobs import GenerationJob
 from minisgl.server.answers.reply import Reply
 from minisgl.server.apis.messages import answer_types as answers
+from minisgl.server.apis.messages.object_text import ObjectText, is_object
 from minisgl.server.apis.messages.request_types import MessagesRequest
 from minisgl.server.http.encoding import encode, typed_event
 from minisgl.server.http.error_bodies import messages_error_body
@@ -34,6 +34,7 @@ class MessageChoice(BlockChoice):
         # The frequent event is encoded once for each block, and cut where its text is. Without a
         # head the text of the block is not reported.
         self._head = self._tail = b""
+        self._input = ObjectText()  # of the open call
 
     def events(self, delta: OutputDelta) -> bytes:
         events = super().events(delta)
@@ -60,8 +61,8 @@ class MessageChoice(BlockChoice):
             most, is_cut = self._max_tokens, self.last.finish_reason is FinishReason.LENGTH
             out_of_room = is_cut and (most is None or self.last.num_output_tokens < most)
             return "model_context_window_exceeded" if out_of_room else "max_tokens"
-        if any(block.kind == "call" for block in self.blocks):
-            return "tool_use"
+        if calls := [block.text for block in self.blocks if block.kind == "call"]:
+            return "tool_use" if all(map(is_object, calls)) else "max_tokens"
         return "end_turn" if self._stop_text is None else "stop_sequence"
 
     def _stop_sequence(self, reason: answers.StopReason | None) -> str | None:
@@ -112,7 +113,10 @@ class MessageChoice(BlockChoice):
 
     def _event(self, found: BlockEvent) -> bytes:
         if isinstance(found, BlockText):
-            return self._head and self._head + encode(found.text) + self._tail
+            text = found.text
+            if found.block.kind == "call":
+                text = self._input.passed(text)
+            return self._head + encode(text) + self._tail if self._head and text else b""
         block = found.block
         self._head = b""
         if not self._is_shown(block):
@@ -126,6 +130,7 @@ class MessageChoice(BlockChoice):
                     delta = answers.ThinkingDelta("") if shown else None
                     return self._start(answers.AnswerThinking("", ""), delta)
                 case "call":
+                    self._input = ObjectText()
                     return self._start(_tool_use(block, NO_INPUT), answers.InputJsonDelta(""))
         if block.kind == "reasoning":
             signed = answers.ContentBlockDelta(self._num_shown, answers.SignatureDelta(SIGNATURE))
@@ -151,11 +156,9 @@ def _tool_use(block: Block, input: Raw) -> answers.AnswerToolUse:
 
 def _input(arguments: str) -> Raw:
     """Arguments as the object that this API has; as one with their text if they are no object."""
-    try:
-        msgspec.json.decode(arguments, type=dict[str, Raw])
-    except (ValueError, RecursionError):
-        return Raw(encode({RAW_INPUT: arguments}) if arguments else b"{}")
-    return Raw(arguments.encode())
+    if is_object(arguments):
+        return Raw(arguments.encode())
+    return Raw(encode({RAW_INPUT: arguments})) if arguments else NO_INPUT
 
 
 class MessageReply(Reply):

@@ -110,6 +110,12 @@ class ServerToolUseBlock(Struct, tag_field="type", tag="server_tool_use"):
     """A call of a tool that Anthropic runs itself; so are the results below."""
 
 
+class CompactionBlock(Struct, tag_field="type", tag="compaction"):
+    """What Anthropic has made of a long conversation, if it has."""
+
+    content: str | None = None
+
+
 # Results of such calls, and calls of other kinds, by the names of their types.
 SERVER_BLOCKS = {
     "WebSearchResultBlock": "web_search_tool_result",
@@ -120,6 +126,9 @@ SERVER_BLOCKS = {
     "ToolSearchResultBlock": "tool_search_tool_result",
     "McpToolUseBlock": "mcp_tool_use",
     "McpToolResultBlock": "mcp_tool_result",
+    "McpToolListingBlock": "mcp_tool_listing",
+    "AdvisorResultBlock": "advisor_tool_result",
+    "FallbackBlock": "fallback",  # where another model has taken over
 }
 if TYPE_CHECKING:
     ServerBlock: TypeAlias = ServerToolUseBlock
@@ -141,6 +150,7 @@ ContentBlock: TypeAlias = (
     | SearchResultBlock
     | ImageBlock
     | DocumentBlock
+    | CompactionBlock
     | ServerBlock
 )
 

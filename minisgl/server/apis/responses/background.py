@@ -16,7 +16,13 @@ from minisgl.errors import InvalidRequestError, QueueFullError
 from minisgl.server.answers.delivery import StreamedResponse
 from minisgl.server.apis.responses import answer_types as answers
 from minisgl.server.apis.responses.reply import ResponsesReply
-from minisgl.server.http.access_log import note, note_failure, with_own_record, write_record
+from minisgl.server.http.access_log import (
+    count_usage,
+    note,
+    note_failure,
+    with_own_record,
+    write_record,
+)
 from minisgl.server.http.encoding import encode
 from minisgl.server.http.leaving import while_client_waits
 
@@ -121,6 +127,7 @@ class RunningResponse:
                 self._keep(response, b"".join(self._events))
                 note(scope, background=response.status)
                 write_record(scope, 200)
+                count_usage(scope, num_requests=0)  # its request has been counted
             self._has_ended = True
             self._notify()
             ended()
