@@ -28,7 +28,7 @@ page = "page.md"
 
 [tables.rows]
 page = "page.md"
-sitting = "day"
+sittings = ["day"]
 columns = ["", "time", "first"]
 rows = [["model", "{tpot}", "{tpot.0} at best"]]
 
@@ -112,6 +112,18 @@ def test_data_that_contradicts_itself_is_refused(old: str, new: str, message: st
     assert old in SMALL
     with pytest.raises(FiguresError, match=re.escape(message)):
         Measurements(SMALL.replace(old, new, 1))
+
+
+def test_a_table_of_two_sittings_names_both_above() -> None:
+    both = SMALL.replace('sittings = ["day"]', 'sittings = ["day", "night"]')
+    rate = '[["model", "{tpot}", "{tpot.0} at best"]]', '[["model", "{tpot}", "{rate}"]]'
+    table = Measurements(both.replace(*rate)).texts["rows"]
+    above, _, rows = table.partition("\n\n")
+    assert above == (
+        "Measured on 2026-11-27 on one GPU: torch 2.11.0, commit `7a9b669`. "
+        "Measured on 2026-11-28 on two GPUs: torch 2.11.0, commit not noted."
+    )
+    assert rows.splitlines()[2:] == ["| model | 7.770 / 8.056 ms | 26,444 tok/s |"]
 
 
 def test_a_page_that_lacks_a_table_is_refused() -> None:
