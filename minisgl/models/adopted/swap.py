@@ -220,9 +220,9 @@ class Swap:
 
     def _format_of(self, name: str) -> WeightFormat:
         """The format of a module, by its name in a checkpoint without 'model.'. A part of a map is
-        quantised if the map is."""
-        format, is_quantized = self.format, self.format.is_quantized
-        format = replace(format, is_quantized=lambda part: is_quantized(part.partition(PACKED)[0]))
+        quantised as the map is."""
+        format, scheme_of = self.format, self.format.scheme_of
+        format = replace(format, scheme_of=lambda part: scheme_of(part.partition(PACKED)[0]))
         return format.within(name.removeprefix(f"{self.model.base_model_prefix}."))
 
 
