@@ -190,6 +190,8 @@ def test_each_rank_has_its_part_of_the_checkpoint(spec: str, format: str, size: 
 def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
     case, name = case_of("phi3", format), "layers.0.mlp.gate_up_proj"
     gate, up = case.packed[name].weight.chunk(2)
+    qkv = "layers.0.self_attn.qkv_proj"
+    of_heads = case.packed[qkv].weight.split([256, 128, 128])  # 4 heads, 2 of keys and of values
     for rank in range(2):
         model: object = load(case.folder, rank, 2)
         assert isinstance(model, AdoptedModel)
@@ -197,6 +199,8 @@ def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
         assert {path.partition(PACKED)[0] for path in found} == case.packed.keys()
         assert torch.equal(found[f"{name}{PACKED}0"], gate.chunk(2)[rank])
         assert torch.equal(found[f"{name}{PACKED}1"], up.chunk(2)[rank])
+        for index, part in enumerate(of_heads):
+            assert torch.equal(found[f"{qkv}{PACKED}{index}"], part.chunk(2)[rank])
 
 
 def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
