@@ -48,6 +48,7 @@ _MODELOPT_FIELDS = field_names(
     kv_cache_quant_algo group_size"""
 )
 _MIXED = "MIXED_PRECISION"  # the quant_algo of a model whose layers have one each
+_ONLY_LAYERS = "use a checkpoint that leaves lm_head and embedding alone"
 _LAYER_FIELDS = field_names("quant_algo group_size")
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # before a layer
 _COMPRESSED_FIELDS = field_names(
@@ -155,7 +156,10 @@ def _read_mixed(fields: Fields) -> QuantizedFormat:
         if layer.values.get("quant_algo") is None:
             continue
         layer.refuse_others(_LAYER_FIELDS)
-        of_maps[_PREFIX.sub("", name, count=1)] = _read_algo(layer)
+        path = _PREFIX.sub("", name, count=1)
+        if path in ("lm_head", "embed_tokens"):
+            raise layer.refused("quant_algo", _ONLY_LAYERS)
+        of_maps[path] = _read_algo(layer)
     if not of_maps:
         raise CheckpointError(f"{layers.where} names no layer and its quant_algo.")
     formats = tuple(dict.fromkeys(of_maps.values()))
@@ -253,7 +257,7 @@ def quantized_maps(
         if not path.startswith("layers."):
             raise UnsupportedModelError(
                 f"{tensor.file}: {tensor.name} is quantised, which is not supported outside of "
-                "the layers; use a checkpoint that leaves lm_head and embedding alone."
+                f"the layers; {_ONLY_LAYERS}."
             )
         found[path] = sign
     if wanted and not found:

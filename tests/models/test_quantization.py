@@ -410,6 +410,11 @@ def test_one_format_of_some_layers_is_read_as_that_of_all(tmp_path: Path) -> Non
         ),
         (MIXED | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         (MIXED | {"awq_block_size": 128}, "awq_block_size"),
+        # Of nvidia/Qwen3.6-35B-A3B-NVFP4.
+        (
+            MIXED | {"quantized_layers": {"lm_head": {"quant_algo": "W4A16_NVFP4"}}},
+            "lm_head: quant_algo 'W4A16_NVFP4' is not supported; use .*leaves lm_head",
+        ),
     ],
 )
 def test_other_mixtures_of_modelopt_are_refused_by_name(

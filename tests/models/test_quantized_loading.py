@@ -23,6 +23,7 @@ from support.quantized import (
     compressed,
     edit_config,
     edit_tensors,
+    mixture,
     pack_as_transformers,
     pack_awq,
     pack_gptq,
@@ -272,6 +273,15 @@ def test_powers_of_two_may_be_stored_as_exponents(
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
     with pytest.raises(UnsupportedModelError, match=r"q_proj is in FP8 .*k_proj is not quantised"):
+        load(case.folder)
+
+
+def test_parts_of_one_product_must_have_one_format(tmp_path: Path) -> None:
+    mixed = mixture(lambda path: "NVFP4" if "up_proj" in path else "FP8")
+    case = quantize(DENSE, mixed, tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"gate_proj is in FP8 .* and .*up_proj is in NV"
+    ):
         load(case.folder)
 
 
