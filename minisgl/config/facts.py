@@ -189,6 +189,15 @@ class Quantized:
     rounds: bool  # whether inputs are rounded to 8 bits, where the device has products of that
     multiple: int  # of which the inputs of a map must be one on each rank
 
+    def beside(self, other: Quantized) -> Quantized:
+        """These and others together."""
+        return Quantized(
+            num_weights=self.num_weights + other.num_weights,
+            num_bytes=self.num_bytes + other.num_bytes,
+            rounds=self.rounds or other.rounds,
+            multiple=math.lcm(self.multiple, other.multiple),
+        )
+
 
 def _matrix_bytes(num_weights: int, dtype: str, quantized: Quantized | None) -> int:
     """The bytes of matrices of which some may be quantised, the others in `dtype`."""

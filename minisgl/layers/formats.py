@@ -39,10 +39,14 @@ class HeldExperts:
         return self.number, self.hidden_size, self.inner.size
 
 
-class Quantization(ABC):
-    """A format of quantised weights, as far as layers know it: models/formats has the formats."""
+class Quantization:
+    """How the weights of a model are quantised, as far as layers know it."""
 
     only_experts: ClassVar[bool] = False  # no other linear maps are quantised
+
+
+class MapFormat(Quantization, ABC):
+    """A format of quantised linear maps, as far as layers know it: models/formats has them."""
 
     def linear(
         self, name: str, parts: Sequence[Shard], inputs: Shard, bias: Tensor | None
@@ -60,14 +64,15 @@ class Quantization(ABC):
 class WeightFormat:
     """Makes the products of a module's layers, uninitialised and on torch's default device.
 
-    Whether a linear map is quantised may depend on its name, so a format knows the module whose
-    layers it makes. Raises UnsupportedModelError for maps that one product cannot compute together,
-    or whose sizes the scheme does not take.
+    How a linear map is quantised may depend on its name, so a format knows the module whose layers
+    it makes. Raises UnsupportedModelError for maps that one product cannot compute together, or
+    whose sizes the scheme does not take.
     """
 
     dtype: torch.dtype  # of activations, norms and the embedding, and of what is not quantised
-    scheme: Quantization | None = None
-    is_quantized: Callable[[str], bool] = lambda name: False  # of the full name of a linear map
+    scheme: Quantization | None = None  # of all that is quantised
+    # Of a linear map by its full name; None: it is not quantised.
+    scheme_of: Callable[[str], MapFormat | None] = lambda name: None
     path: str = ""  # of this module, with a dot at its end
 
     def within(self, name: str) -> WeightFormat:
@@ -81,10 +86,11 @@ class WeightFormat:
         of the maps in a checkpoint."""
         full_names = [self.path + name for name in names]
         n = num_rows(parts)
-        if self.scheme is None or not self._all_quantized(full_names):
+        scheme = self._common_scheme(full_names)
+        if scheme is None:
             return DenseProduct.allocate(n, inputs.size, bias=bias, dtype=self.dtype)
         b = torch.empty(n, dtype=self.dtype) if bias else None
-        return self.scheme.linear(full_names[0], parts, inputs, b)
+        return scheme.linear(full_names[0], parts, inputs, b)
 
     def experts(self, held: HeldExperts) -> ExpertsProduct:
         """The products of the experts of which this module is the list, as far as a rank has
@@ -92,22 +98,26 @@ class WeightFormat:
         names = [f"{self.path}{e}.{name}" for e in range(held.whole) for name in EXPERT_MAPS]
         if self.scheme is not None and self.scheme.only_experts:
             names = [self.path.removesuffix(".")]
-        if self.scheme is not None and self._all_quantized(names):
-            return self.scheme.experts(self.path, held, self.dtype)
+        if (scheme := self._common_scheme(names)) is not None:
+            return scheme.experts(self.path, held, self.dtype)
         return DenseExperts.allocate(
             *held.sizes, dtype=self.dtype, bias=held.bias, clamped=held.clamped, gelu=held.gelu
         )
 
-    def _all_quantized(self, names: Sequence[str]) -> bool:
-        """Whether these are quantised, which must hold for all of them or for none."""
-        quantized = [self.is_quantized(name) for name in names]
-        if any(quantized) and not all(quantized):
-            yes, no = names[quantized.index(True)], names[quantized.index(False)]
-            raise UnsupportedModelError(
-                f"{yes} is quantised and {no} is not; minisgl computes both in one product, for "
-                "which they must be alike."
-            )
-        return all(quantized)
+    def _common_scheme(self, names: Sequence[str]) -> MapFormat | None:
+        """How these are quantised, which must be the same for all of them."""
+        schemes = [self.scheme_of(name) for name in names]
+        for name, scheme in zip(names, schemes, strict=True):
+            if scheme != schemes[0]:
+                described = (
+                    f"{each} is {'not quantised' if its is None else f'in {its}'}"
+                    for each, its in ((names[0], schemes[0]), (name, scheme))
+                )
+                raise UnsupportedModelError(
+                    f"{' and '.join(described)}; minisgl computes both in one product, for which "
+                    "they must be alike."
+                )
+        return schemes[0]
 
 
 def num_rows(parts: Iterable[Shard]) -> int:

@@ -138,13 +138,14 @@ class NativeConfig(ModelConfig):
             has_state = isinstance(spec, StateSpec)
             maps += self.state_maps() if has_state else self.attention_maps(layer)
         num_attention_weights = sum(n * k for n, k in maps)
-        maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
+        mlps = num_dense * _gated_mlp(hidden, self.intermediate_size)
         if self.experts is not None and self.experts.shared_size:
-            maps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)
-        num_layer_weights = sum(n * k for n, k in maps)
+            mlps += num_sparse * _gated_mlp(hidden, self.experts.shared_size)
+        num_layer_weights = num_attention_weights + sum(n * k for n, k in mlps)
         quantized = None
         if scheme is not None and not scheme.only_experts:
-            quantized = scheme.quantized(maps)
+            of_mlps = scheme.quantized(mlps, "mlp")
+            quantized = scheme.quantized(maps, "attention").beside(of_mlps)
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts, num_router_weights = None, 0
         if self.experts is not None and num_sparse:
@@ -159,7 +160,7 @@ class NativeConfig(ModelConfig):
                 num_weights=sum(n * k for n, k in expert),
                 size=self.experts.size,
                 inner_block=self.experts.inner_block,
-                quantized=None if scheme is None else scheme.quantized(expert),
+                quantized=None if scheme is None else scheme.quantized(expert, "experts"),
             )
         return ModelFacts(
             dtype=self.dtype,

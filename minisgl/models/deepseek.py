@@ -126,7 +126,7 @@ class LatentConfig(NativeConfig):
         if (scheme := self.quantization) is None or facts.quantized is None:
             return facts
         expanding = self.sizes.expanding_map(self.num_heads)
-        left_out = scheme.quantized([expanding] * self.num_layers)
+        left_out = scheme.quantized([expanding] * self.num_layers, "attention")
         others = dataclasses.replace(
             facts.quantized,
             num_weights=facts.quantized.num_weights - left_out.num_weights,

@@ -82,8 +82,21 @@ def _not_read(name: str, suffix: str) -> str:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The files with the weights, sorted. Raises CheckpointError if one is missing."""
-    if (folder / SINGLE_FILE).is_file():
+    weight_map = read_index(folder)
+    if weight_map is None:
         return [folder / SINGLE_FILE]
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{folder} lacks {file.name}, which {INDEX_FILE} names.")
+    return files
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """The name of the file of each tensor; None: all are in SINGLE_FILE, which is there. Raises
+    CheckpointError."""
+    if (folder / SINGLE_FILE).is_file():
+        return None
     index = folder / INDEX_FILE
     if not index.is_file():
         others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
@@ -95,18 +108,15 @@ def safetensors_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map.")
-    names = list(weight_map.values())
-    for name in names:
+    strings = {name for name in weight_map.values() if isinstance(name, str)}
+    others = [name for name in weight_map.values() if not isinstance(name, str)]
+    for name in (*others[:1], *sorted(strings)):
         if not _is_file_name(name):
             raise CheckpointError(
                 f"{index}: weight_map names {reprlib.repr(name)}, which is not the name of a file "
                 "in this folder."
             )
-    files = [folder / name for name in sorted(set(names))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{folder} lacks {file.name}, which {INDEX_FILE} names.")
-    return files
+    return weight_map
 
 
 def _is_file_name(name: object) -> bool:

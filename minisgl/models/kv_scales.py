@@ -20,6 +20,7 @@ from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, quantization_fields, read_json
+from minisgl.models.hub import SINGLE_FILE, read_index
 from minisgl.models.target import FLOATS
 
 # Without 'model.'. llm-compressor and ModelOpt write k_scale and v_scale, of the attention or of
@@ -43,15 +44,15 @@ def is_kv_scale(name: str) -> bool:
 
 
 def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
-    """`config` with the KV scales in the safetensors files of `folder`, if there are any.
+    """`config` with the KV scales among the weights in `folder`, if there are any.
 
     Raises CheckpointError where a scale is broken, missing or given twice, UnsupportedModelError
     for scales per head and for other formats than FP8.
     """
     _check_scheme(folder)
     found: dict[tuple[int, str], tuple[float, str]] = {}  # (layer, k or v): scale, tensor
-    for file in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
-        for name, layer, kinds, scale in _scales_in(file):
+    for file, names in _scales_by_file(folder).items():
+        for name, layer, kinds, scale in _scales_in(file, names):
             if layer in range(config.num_layers, config.num_layers + config.num_drafting_layers):
                 continue
             if layer >= config.num_layers:
@@ -82,17 +83,37 @@ def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
     return replace(config, kv_scales=tuple(scales))
 
 
-def _scales_in(file: Path) -> list[tuple[str, int, str, float]]:
-    """(name, layer, for k, v or both, scale) of each scale in a file; its other tensors are not
-    read."""
+def _scales_by_file(folder: Path) -> dict[Path, list[str] | None]:
+    """The files that have scales, and the names of these. None: there is no index, and the file's
+    header says what it has."""
+    weight_map = read_index(folder)
+    if weight_map is None:
+        return {folder / SINGLE_FILE: None}
+    found: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if _match(name):
+            found.setdefault(folder / file, []).append(name)
+    return {**found}
+
+
+def _match(name: str) -> re.Match[str] | None:
+    """What a name of a checkpoint says of a scale of keys, values or both."""
+    if not name.endswith("_scale"):  # quick, for the many names of weights
+        return None
+    match = _NAMES.fullmatch(_PREFIX.sub("", name, count=1))
+    return match if match and (match["part"] or match["plain"] not in (None, "q")) else None
+
+
+def _scales_in(file: Path, names: list[str] | None) -> list[tuple[str, int, str, float]]:
+    """(name, layer, for k, v or both, scale) of each scale in a file, or of these; its other
+    tensors are not read."""
     found: list[tuple[str, int, str, float]] = []
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                match = _NAMES.fullmatch(_PREFIX.sub("", name, count=1))
-                kinds = match and (match["plain"] or match["part"])
-                if match and kinds and kinds != "q":
+            for name in opened.keys() if names is None else names:
+                if match := _match(name):
                     scale = _scalar(opened.get_slice(name), name, file)
+                    kinds = match["plain"] or match["part"]
                     found.append((name, int(match["layer"]), kinds, scale))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -151,15 +151,19 @@ def weight_format(
 ) -> WeightFormat:
     """files: of the weights; none: they are made up, and quantised as the config says."""
     stored = stored_tensors(files, names)
-    maps = quantized_maps(stored, scheme, folder) if files else frozenset()
+    maps = quantized_maps(stored, scheme, folder) if files else {}
     if scheme is None:
         return WeightFormat(dtype)
-    if files and scheme.sign is not None:
+    if files and scheme.signs:
         names_of = (f"{map}.{kind}" for map in maps for kind in ("weight_scale", "scales"))
         scales = {stored[name].dtype for name in names_of if name in stored}
-        return WeightFormat(dtype, scheme.on(device, dtype, scales), maps.__contains__)
+        there = scheme.on(device, dtype, scales)
+        by_sign = there.signs
+        formats = {map: by_sign[sign] for map, sign in maps.items()}
+        return WeightFormat(dtype, there, formats.get)
+    there = scheme.on(device, dtype)
     is_quantizable = are_experts if scheme.only_experts else names.is_quantizable
-    return WeightFormat(dtype, scheme.on(device, dtype), is_quantizable)
+    return WeightFormat(dtype, there, lambda name: there.at(name) if is_quantizable(name) else None)
 
 
 def stored_tensors(files: list[Path], names: Names) -> dict[str, StoredTensor]:

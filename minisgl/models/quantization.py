@@ -7,6 +7,7 @@ believed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from minisgl.models.config_reader import (
     read_json,
 )
 from minisgl.models.formats import FORMATS, FP8_WHILE_LOADING, QuantizedFormat
-from minisgl.models.formats.quantized_format import StoredTensor
+from minisgl.models.formats.mixed import Mixed, alike
+from minisgl.models.formats.quantized_format import OneFormat, Sign, StoredTensor
 
 _MODELOPT, _COMPRESSED = "modelopt", "compressed-tensors"
 # Files of ModelOpt, and of AutoGPTQ and AutoAWQ from before config.json had the field, and their
@@ -45,6 +47,10 @@ _MODELOPT_FIELDS = field_names(
     """quant_method quant_algo producer config_groups ignore exclude_modules kv_cache_scheme
     kv_cache_quant_algo group_size"""
 )
+_MIXED = "MIXED_PRECISION"  # the quant_algo of a model whose layers have one each
+_ONLY_LAYERS = "use a checkpoint that leaves lm_head and embedding alone"
+_LAYER_FIELDS = field_names("quant_algo group_size")
+_PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # before a layer
 _COMPRESSED_FIELDS = field_names(
     """format quantization_status config_groups kv_cache_scheme
     global_compression_ratio version transform_config sparsity_config provider"""
@@ -112,21 +118,57 @@ def _find(fields: Fields, folder: Path) -> Fields | None:
 def _read_modelopt(fields: Fields) -> QuantizedFormat:
     if isinstance(inner := fields.values.get("quantization"), dict):
         fields = Fields(inner, f"{fields.where}: quantization")
-    read = _READERS.get(f"{_MODELOPT} {fields.values.get('quant_algo')}")
-    if read is None:
-        raise fields.refused("quant_algo", _INSTEAD)
-    fields.refuse_others(_MODELOPT_FIELDS)
-    scheme = read(fields)
-    fields.require("group_size", (None, scheme.group), ", as quant_algo says")
+    scheme: QuantizedFormat
+    if fields.values.get("quant_algo") == _MIXED:
+        scheme = _read_mixed(fields)
+    else:
+        scheme = _read_algo(fields)
+        fields.refuse_others(_MODELOPT_FIELDS)
     fields.require("kv_cache_quant_algo", (None, "FP8"))
+    bits = {format.bits for format in scheme.signs.values()}
     groups = fields.part("config_groups")
     for name in groups.values:
         group = groups.part(name)
         for part in ("weights", "input_activations"):
             arguments = group.part(part)
-            arguments.require("num_bits", (None, scheme.bits), ", as quant_algo says")
+            arguments.require("num_bits", (None, *sorted(bits)), ", as quant_algo says")
             arguments.require("type", (None, "float"), ", as quant_algo says")
     return scheme
+
+
+def _read_algo(fields: Fields) -> OneFormat:
+    """The format of a model, or of one of its layers."""
+    read = _READERS.get(f"{_MODELOPT} {fields.values.get('quant_algo')}")
+    if read is None:
+        raise fields.refused("quant_algo", _INSTEAD)
+    scheme = read(fields)
+    fields.require("group_size", (None, scheme.group), ", as quant_algo says")
+    return scheme
+
+
+def _read_mixed(fields: Fields) -> QuantizedFormat:
+    """The formats of a model whose layers have one each, or none."""
+    fields.refuse_others(_MODELOPT_FIELDS | {"quantized_layers"})
+    layers = fields.part("quantized_layers")
+    of_maps: dict[str, OneFormat] = {}
+    for name in layers.values:
+        layer = layers.part(name)
+        if layer.values.get("quant_algo") is None:
+            continue
+        layer.refuse_others(_LAYER_FIELDS)
+        path = _PREFIX.sub("", name, count=1)
+        if path in ("lm_head", "embed_tokens"):
+            raise layer.refused("quant_algo", _ONLY_LAYERS)
+        of_maps[path] = _read_algo(layer)
+    if not of_maps:
+        raise CheckpointError(f"{layers.where} names no layer and its quant_algo.")
+    formats = tuple(dict.fromkeys(of_maps.values()))
+    if (both := alike(formats)) is not None:
+        raise UnsupportedModelError(
+            f"{layers.where}: {both[0]} and {both[1]} in one model are not supported; use a "
+            "checkpoint with one of them."
+        )
+    return formats[0] if len(formats) == 1 else Mixed(named_maps=of_maps)
 
 
 def _read_compressed(fields: Fields) -> QuantizedFormat | None:
@@ -192,21 +234,22 @@ def is_quantizable(name: str) -> bool:
 
 def quantized_maps(
     stored: Mapping[str, StoredTensor], scheme: QuantizedFormat | None, folder: Path
-) -> frozenset[str]:
-    """The linear maps that are quantised, without 'model.', as the tensors in `folder` show.
+) -> dict[str, Sign]:
+    """The linear maps that are quantised, without 'model.', and what shows it, as the tensors in
+    `folder` say.
 
     Raises CheckpointError where the config says otherwise, UnsupportedModelError where something
     outside of the layers is quantised.
     """
-    found: set[str] = set()
+    found: dict[str, Sign] = {}
     signs = {format.sign for format in FORMATS}
-    wanted = None if scheme is None else scheme.sign
+    wanted = () if scheme is None else tuple(scheme.signs)
     for name, tensor in stored.items():
         path, _, kind = name.rpartition(".")
         sign = (kind, tensor.dtype)
         if sign not in signs:
             continue
-        if sign != wanted:
+        if sign not in wanted:
             says = f"says {scheme}" if wanted else "says nothing about quantisation"
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} is {tensor.dtype}, but {CONFIG_FILE} {says}."
@@ -214,15 +257,16 @@ def quantized_maps(
         if not path.startswith("layers."):
             raise UnsupportedModelError(
                 f"{tensor.file}: {tensor.name} is quantised, which is not supported outside of "
-                "the layers; use a checkpoint that leaves lm_head and embedding alone."
+                f"the layers; {_ONLY_LAYERS}."
             )
-        found.add(path)
-    if wanted is not None and not found:
+        found[path] = sign
+    if wanted and not found:
+        lacking = " or ".join(f"{kind} of dtype {dtype}" for kind, dtype in wanted)
         raise CheckpointError(
-            f"{folder}: {CONFIG_FILE} says {scheme}, but there is no tensor {wanted[0]} of dtype "
-            f"{wanted[1]}: the weights are not quantised, or in another format."
+            f"{folder}: {CONFIG_FILE} says {scheme}, but there is no tensor {lacking}: the weights "
+            "are not quantised, or in another format."
         )
-    return frozenset(found)
+    return found
 
 
 def quantized_weights(module: nn.Module) -> list[tuple[ExpertMatrices, int]]:

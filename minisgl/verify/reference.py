@@ -129,7 +129,7 @@ def _read(folder: Path, dtype: torch.dtype, scheme: QuantizedFormat | None) -> A
     source: str | None = str(folder)
     if getattr(config, "quantization_config", {}).get("quant_method") == "mxfp4":
         config.quantization_config["dequantize"] = True  # transformers can
-    elif scheme is not None and scheme.sign is not None:
+    elif scheme is not None and scheme.signs:
         source, state = None, plain_weights(folder, dtype)
         for name in QUANTIZATION_FIELDS:
             config.__dict__.pop(name, None)

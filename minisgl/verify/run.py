@@ -135,6 +135,7 @@ def beside_transformers(
 def _in_fp8(config: ResolvedConfig, model: ModelConfig) -> Fp8:
     scheme, inputs = model.quantization, Activations.NONE
     if scheme is not None:
+        scheme = scheme.rounding
         inputs = scheme.on(torch.device(config.device), getattr(torch, config.dtype)).activations
     if inputs == Activations.NONE and config.kv_dtype != config.dtype:
         inputs = Activations.TOKEN  # keys and values alone cost less

@@ -247,11 +247,8 @@ class GivenNorm:
 
 
 def test_a_prepared_layer_gives_back_the_memory_of_the_scales() -> None:
-    format = WeightFormat(
-        dtype=torch.bfloat16,
-        scheme=CompressedInt4(group_size=128, scale_dtype=torch.bfloat16),
-        is_quantized=lambda name: True,
-    )
+    scheme = CompressedInt4(group_size=128, scale_dtype=torch.bfloat16)
+    format = WeightFormat(torch.bfloat16, scheme, lambda name: scheme)
     with GPU:
         layer = Linear(whole(5120), {"map": whole(7168)}, format)
     assert isinstance(layer.product, weight_only_product.WeightOnlyInt4Product)

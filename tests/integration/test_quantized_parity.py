@@ -19,7 +19,7 @@ from support.checkpoints import (
 )
 from support.paged import PagedModel
 from support.parity import FOLDER, Case, check, three_prompts
-from support.quantized import FORMATS, Quantized, load_plain, quantize, round_inputs
+from support.quantized import FORMATS, Quantized, load_plain, mixture, quantize, round_inputs
 
 from minisgl.config import Activations
 from minisgl.kernels.linear import nvfp4
@@ -119,6 +119,7 @@ CASES = [
     ("qwen2", "nvfp4"),
     ("moe", "nvfp4"),
     ("moe", "nvfp4-modelopt"),
+    ("moe", "modelopt-mixed"),
 ]
 
 
@@ -178,6 +179,21 @@ def test_logits_are_those_of_the_dequantized_weights(spec: str, format: str) -> 
     case = case_of(spec, format)
     model = leave_inputs_alone(load(case.folder))
     assert relative_error(logits_of(case, model), exact_logits(spec, format)) < TOLERANCE
+
+
+def test_each_linear_map_has_a_format_of_its_own(tmp_path: Path) -> None:
+    """As ModelOpt searches for them: some layers in FP8, others in NVFP4, and some maps as they
+    are. Phi-3 has queries, keys and values in one."""
+    of_layers = mixture(lambda path: "FP8" if ".layers.0." in path else "NVFP4")
+    for spec in ("qwen3", "phi3"):
+        folder = tmp_path / spec
+        case = quantize(SPECS[spec], of_layers, folder, keeps=lambda path: "1.self_attn" in path)
+        model = load(case.folder)
+        module = leave_inputs_alone(getattr(model, "module", model))
+        products = {type(product).__name__ for product in products_of(module).values()}
+        assert {"Fp8Product", "Nvfp4Product", "DenseProduct"} <= products
+        logits, prompt = logits_of(case, model), random_prompt(case.spec, NUM_TOKENS)
+        assert relative_error(logits, reference_logits(load_plain(case), prompt)) < TOLERANCE
 
 
 ROUNDING = [(spec, format) for spec, format in CASES if FORMATS[format].rounds]
@@ -255,12 +271,19 @@ def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> No
     check(engine_case(spec, format), tp=2)
 
 
-@pytest.mark.parametrize(("spec", "tp"), [("small", 1), ("small", 2), ("moe", 2)])
-def test_greedy_tokens_of_int8_are_those_of_rounded_inputs(
-    spec: str, tp: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("spec", "format", "tp"),
+    [
+        *(("small", "ct-int8", 1), ("small", "ct-int8", 2), ("moe", "ct-int8", 2)),
+        *(("moe", "modelopt-mixed", 2), ("hybrid", "modelopt-mixed", 1)),
+        ("hybrid", "modelopt-mixed", 2),
+    ],
+)
+def test_greedy_tokens_are_those_of_rounded_inputs(
+    spec: str, format: str, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank rounds the inputs that it has."""
-    case = case_of(spec, "ct-int8")
+    case = case_of(spec, format)
     reference = load_plain(case)
     round_inputs(case, reference, monkeypatch, tp)
     check(three_prompts(case.spec, case.folder, reference), tp=tp)
@@ -282,7 +305,10 @@ def test_the_code_of_transformers_runs_quantized_weights(spec: str, format: str,
 
 @pytest.mark.parametrize(
     ("spec", "format"),
-    [("moe", "fp8-block"), ("mistral", "fp8-static"), ("moe", "ct-int8"), ("llama", "ct-int8")],
+    [
+        *(("moe", "fp8-block"), ("mistral", "fp8-static"), ("moe", "ct-int8")),
+        *(("llama", "ct-int8"), ("moe", "modelopt-mixed")),
+    ],
 )
 def test_the_code_of_transformers_rounds_inputs_as_ours_does(spec: str, format: str) -> None:
     case = case_of(spec, format)

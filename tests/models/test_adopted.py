@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from support import capturable
 from support.adopted_cases import SHARED, case_of, check, config_of
 from support.adopted_checkpoints import found_in, full_config, small_config, write_checkpoint
-from support.parity import load_engine
+from support.checkpoints import Spec, load_reference, make_checkpoint
+from support.parity import check as check_tokens
+from support.parity import load_engine, three_prompts
 
 from minisgl.config import EngineConfig
 from minisgl.engine.startup import load
@@ -94,6 +96,21 @@ def test_ranks_and_stages_give_the_same_tokens(architecture: str, folder: Path) 
         check(case, alone=False, tp=2, page_size=4, max_prefill_length=7)
     if config.divides.one_stage is None and architecture in STAGED:
         check(case, alone=False, pp=2, page_size=4, max_prefill_length=7)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_ranks_divide_the_heads_of_one_map(num_kv_heads: int, tmp_path: Path) -> None:
+    """Queries, keys and values are one map of Phi-3. A single KV head is that of both ranks."""
+    spec = Spec(
+        *("phi3", "Phi3ForCausalLM"),
+        num_kv_heads=num_kv_heads,
+        num_layers=2,
+        extra={"pad_token_id": None},
+    )
+    folder = make_checkpoint(spec, tmp_path)
+    facts = read_model_config(folder).facts()
+    assert facts.divides_heads and facts.can_divide(2) and facts.num_whole_weights == 0
+    check_tokens(three_prompts(spec, folder, load_reference(folder)), tp=2, page_size=4)
 
 
 BY_REQUEST_IN_CI: list[tuple[str, dict[str, Any]]] = [

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.checkpoints import Spec, make_checkpoint, spec_named
 from support.fp8_kv import add_tensors
 from support.parity import load_engine
@@ -17,6 +20,8 @@ from torch import Tensor
 
 from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
+from minisgl.models import kv_scales
+from minisgl.models.hub import SINGLE_FILE, safetensors_files
 from minisgl.models.kv_scales import is_kv_scale, with_kv_scales
 from minisgl.models.registry import read_model_config
 
@@ -70,6 +75,54 @@ def test_scales_of_the_text_part_of_a_model_that_sees(prefix: str, folder: Path)
     stored = of_both_layers().items()
     add_tensors(folder, {prefix + name.removeprefix("model."): scale for name, scale in stored})
     assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were opened, in order."""
+    names: list[str] = []
+
+    def counting(file: Path, **options: Any) -> Any:
+        names.append(file.name)
+        return safe_open(file, **options)
+
+    monkeypatch.setattr(kv_scales, "safe_open", counting)
+    return names
+
+
+def test_the_index_says_which_files_are_opened(folder: Path, opened: list[str]) -> None:
+    keys, values = ({n: t for n, t in of_both_layers().items() if kind in n} for kind in "kv")
+    add_tensors(add_tensors(folder, keys, "some"), values, "more")
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+    assert opened == ["some.safetensors", "more.safetensors"]
+    # Of no file of the checkpoint, as copies of the weights in another layout are.
+    save_file({ATTN.format(0) + "k_scale": torch.tensor(7.0)}, folder / "consolidated.safetensors")
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+
+
+def test_without_scales_in_the_index_no_file_is_opened(tmp_path: Path, opened: list[str]) -> None:
+    folder = make_checkpoint(replace(spec_named("llama"), sharded=True), tmp_path)
+    assert len(safetensors_files(folder)) > 3
+    assert scales_of(folder) is None
+    assert opened == []
+
+
+def test_an_index_may_name_scales_that_are_nowhere(folder: Path) -> None:
+    add_tensors(folder, of_both_layers())
+    save_file({"other": torch.zeros(1)}, folder / "scales.safetensors")
+    with pytest.raises(CheckpointError, match=r"scales\.safetensors cannot be read: .*k_scale"):
+        scales_of(folder)
+
+
+def test_without_an_index_the_header_says_what_the_file_has(
+    tmp_path: Path, opened: list[str]
+) -> None:
+    folder = make_checkpoint(replace(spec_named("llama"), sharded=False), tmp_path)
+    file = folder / SINGLE_FILE
+    assert scales_of(folder) is None
+    save_file(load_file(file) | of_both_layers(), file, {"format": "pt"})
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+    assert opened == [SINGLE_FILE] * 2
 
 
 def test_layers_that_keep_a_state_have_no_scales(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from minisgl.models.formats import FP8_WHILE_LOADING, QuantizedFormat, fp8
 from minisgl.models.formats.fp8 import Fp8, Fp8Blocks
 from minisgl.models.formats.int4 import Awq, CompressedInt4, Gptq, GptqV2
 from minisgl.models.formats.int8 import Int8
+from minisgl.models.formats.mixed import Mixed
 from minisgl.models.formats.mxfp8 import Mxfp8
 from minisgl.models.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from minisgl.models.quantization import read_quantization
@@ -322,7 +323,6 @@ def test_nvfp4_of_modelopt(config: dict[str, Any], tmp_path: Path) -> None:
     [
         ({**MODELOPT[0], "quant_algo": "NVFP4"}, "num_bits 8 .*allowed: 4, as quant_algo says"),
         ({**MODELOPT[1], "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'.*are FP8 .*ModelOpt"),
-        ({**MODELOPT[0], "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION'"),
         ({**MODELOPT[1], "pre_quant_scale": True}, "pre_quant_scale"),
         ({**MODELOPT[1], "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         ({"producer": {"name": "modelopt"}}, "quant_algo None"),
@@ -344,6 +344,90 @@ def test_other_schemes_of_modelopt_are_refused_by_name(
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
     with pytest.raises(UnsupportedModelError, match=f"hf_quant_config.*{message}"):
         read(tmp_path, None)
+
+
+MIXED: dict[str, Any] = {
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": "FP8",
+    "exclude_modules": ["mtp*"],
+    "quantized_layers": {
+        "model.language_model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"},
+        "model.language_model.layers.1.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.language_model.layers.1.mlp.down_proj": {"quant_algo": None},
+    },
+}
+
+
+def layers_of(**algos: str | None) -> dict[str, Any]:
+    """A config of layers by numbers, such as n0, with one map each."""
+    names = {f"model.layers.{key[1:]}.mlp.up_proj": algo for key, algo in algos.items()}
+    layers = {name: {"quant_algo": algo} for name, algo in names.items()}
+    return MIXED | {"quantized_layers": layers}
+
+
+def test_several_formats_of_modelopt(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": MIXED}))
+    scheme = read(tmp_path, None)
+    assert isinstance(scheme, Mixed) and scheme.formats == (STATIC, ModelOptNvfp4())
+    assert scheme == read(tmp_path, MIXED | {"producer": {"name": "modelopt"}})
+    assert str(scheme) == f"{STATIC}, beside {ModelOptNvfp4()}"
+    assert scheme.rounding == STATIC
+    assert scheme.at("layers.0.self_attn.q_proj") == STATIC
+    assert scheme.at("layers.0.mlp.experts.7.up_proj") == ModelOptNvfp4()
+    assert scheme.at("layers.1.self_attn.q_proj") == ModelOptNvfp4()
+    assert scheme.at("layers.1.mlp.down_proj") is None
+    assert scheme.at("layers.0.self_attn.o_proj") is None
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .*already: FP8 .*beside NVFP4"):
+        read(tmp_path, None, option="fp8")
+    # Groups say no more.
+    bits = {"num_bits": 4, "type": "float"}
+    groups = {"group_0": {"weights": {**bits, "num_bits": 8}}, "group_1": {"weights": bits}}
+    assert read(tmp_path, MIXED | {"config_groups": groups}) == scheme
+    with pytest.raises(UnsupportedModelError, match=r"num_bits 6 .*allowed: 4 or 8, as quant"):
+        read(tmp_path, MIXED | {"config_groups": {"a": {"weights": {**bits, "num_bits": 6}}}})
+
+
+def test_one_format_of_some_layers_is_read_as_that_of_all(tmp_path: Path) -> None:
+    scheme = read(tmp_path, layers_of(n0="NVFP4", n1=None, n2="W4A16_NVFP4"))
+    assert scheme == ModelOptNvfp4()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (layers_of(n0="FP8", n1="W4A8_AWQ"), r"layers\.1\.mlp\.up_proj: quant_algo 'W4A8_AWQ'"),
+        (layers_of(n0="FP8", n1="MIXED_PRECISION"), "up_proj: quant_algo 'MIXED_PRECISION'"),
+        (layers_of(n0="FP8", n1="MXFP8"), "FP8 with one .* and MXFP8 .*in one model are not"),
+        (layers_of(n0="FP8", n1="FP8_PER_CHANNEL_PER_TOKEN"), "per matrix.* per row.* one model"),
+        (
+            MIXED | {"quantized_layers": {"a": {"quant_algo": "FP8", "pre_quant_scale": True}}},
+            "a: the field pre_quant_scale",
+        ),
+        (
+            MIXED | {"quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 32}}},
+            "a: group_size 32 .*allowed: 16",
+        ),
+        (MIXED | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
+        (MIXED | {"awq_block_size": 128}, "awq_block_size"),
+        # Of nvidia/Qwen3.6-35B-A3B-NVFP4.
+        (
+            MIXED | {"quantized_layers": {"lm_head": {"quant_algo": "W4A16_NVFP4"}}},
+            "lm_head: quant_algo 'W4A16_NVFP4' is not supported; use .*leaves lm_head",
+        ),
+    ],
+)
+def test_other_mixtures_of_modelopt_are_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, config)
+
+
+@pytest.mark.parametrize("layers", [None, {}, {"a": {}}, {"a": "FP8"}, ["a"], 7])
+def test_a_mixture_without_layers_is_said_to_be_broken(layers: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="quantized_layers"):
+        read(tmp_path, MIXED | {"quantized_layers": layers})
 
 
 def test_a_text_part_says_how_it_is_quantised(tmp_path: Path) -> None:

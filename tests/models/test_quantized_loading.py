@@ -23,6 +23,7 @@ from support.quantized import (
     compressed,
     edit_config,
     edit_tensors,
+    mixture,
     pack_as_transformers,
     pack_awq,
     pack_gptq,
@@ -190,6 +191,8 @@ def test_each_rank_has_its_part_of_the_checkpoint(spec: str, format: str, size: 
 def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
     case, name = case_of("phi3", format), "layers.0.mlp.gate_up_proj"
     gate, up = case.packed[name].weight.chunk(2)
+    qkv = "layers.0.self_attn.qkv_proj"
+    of_heads = case.packed[qkv].weight.split([256, 128, 128])  # 4 heads, 2 of keys and of values
     for rank in range(2):
         model: object = load(case.folder, rank, 2)
         assert isinstance(model, AdoptedModel)
@@ -197,6 +200,8 @@ def test_each_rank_has_its_parts_of_a_packed_map(format: str) -> None:
         assert {path.partition(PACKED)[0] for path in found} == case.packed.keys()
         assert torch.equal(found[f"{name}{PACKED}0"], gate.chunk(2)[rank])
         assert torch.equal(found[f"{name}{PACKED}1"], up.chunk(2)[rank])
+        for index, part in enumerate(of_heads):
+            assert torch.equal(found[f"{qkv}{PACKED}{index}"], part.chunk(2)[rank])
 
 
 def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +272,16 @@ def test_powers_of_two_may_be_stored_as_exponents(
 
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     case = quantize(DENSE, FORMATS["fp8-block"], tmp_path, keeps=lambda name: "k_proj" in name)
-    with pytest.raises(UnsupportedModelError, match=r"q_proj is quantised and .*k_proj is not"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj is in FP8 .*k_proj is not quantised"):
+        load(case.folder)
+
+
+def test_parts_of_one_product_must_have_one_format(tmp_path: Path) -> None:
+    mixed = mixture(lambda path: "NVFP4" if "up_proj" in path else "FP8")
+    case = quantize(DENSE, mixed, tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"gate_proj is in FP8 .* and .*up_proj is in NV"
+    ):
         load(case.folder)
 
 
@@ -450,7 +464,9 @@ def test_dummy_weights_keep_the_size_of_activations(format: str, tmp_path: Path)
     spec = DENSE if FORMATS[format].rounds else MOE_256
     folder = make_checkpoint(spec, tmp_path)
     (folder / "model.safetensors").unlink()
-    edit_config(folder, quantization_config=dict(FORMATS[format].config))
+    tensors = load_file(case_of(spec.name, format).folder / "model.safetensors")
+    maps = {name.rpartition(".")[0] for name in tensors if name.endswith("_scale")}
+    edit_config(folder, quantization_config=FORMATS[format].config_of(sorted(maps)))
     model = load(folder, load_format="dummy")
     assert len(matrices(model)) == (7 if spec is DENSE else 4 + 3 * 4)
     logits = run(model, folder)

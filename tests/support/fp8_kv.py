@@ -3,6 +3,7 @@ cache does."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import greedy_reference, load_reference, make_checkpoint, spec_named
 from support.parity import FOLDER, NUM_TOKENS, Case, case_of
 from torch import Tensor
@@ -19,14 +20,24 @@ from transformers import PreTrainedModel
 
 from minisgl.config import KVScales
 from minisgl.kernels.elementwise.reference import to_stored
+from minisgl.models.hub import INDEX_FILE, SINGLE_FILE
 
 # Of small and large values, one that saturates, and one that is no power of two.
 SCALES = (KVScales(0.05, 0.01), KVScales(0.011, 0.003), KVScales(0.5, 0.07))
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor], file: str = "scales") -> Path:
-    """Put tensors into another safetensors file of a checkpoint."""
-    save_file(dict(tensors), folder / f"{file}.safetensors")
+    """Make these the tensors of another safetensors file of a checkpoint."""
+    index, whole = folder / INDEX_FILE, folder / SINGLE_FILE
+    if whole.is_file():
+        weights = whole.rename(folder / "weights.safetensors")
+        weight_map = dict.fromkeys(load_file(weights), weights.name)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    name = f"{file}.safetensors"
+    save_file(dict(tensors), folder / name)
+    written = json.loads(index.read_text())
+    others = {tensor: of for tensor, of in written["weight_map"].items() if of != name}
+    index.write_text(json.dumps(written | {"weight_map": others | dict.fromkeys(tensors, name)}))
     return folder
 
 

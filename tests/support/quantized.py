@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,47 @@ class Format:
     config: Mapping[str, Any]  # quantization_config
     pack: Callable[[Tensor], Packed]
     rounds: str | None = None  # how x is rounded: token, group, static, int8; None: not at all
+
+    def of(self, path: str) -> Format:
+        """That of a linear map."""
+        return self
+
+    def config_of(self, paths: Iterable[str]) -> dict[str, Any]:
+        """quantization_config of a checkpoint in which these linear maps are quantised."""
+        return dict(self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Format):
+    """Several, of ModelOpt. `config` and `pack` are of none of them."""
+
+    algo: Callable[[str], str]  # the quant_algo of a linear map, by its name
+
+    def of(self, path: str) -> Format:
+        return FORMATS[{"FP8": "modelopt"}.get(self.algo(path), "nvfp4-modelopt")]
+
+    def config_of(self, paths: Iterable[str]) -> dict[str, Any]:
+        layers = {}
+        for path in paths:
+            algo = self.algo(path)
+            group = {"group_size": 16} if "NVFP4" in algo else {}
+            name = path.partition(".experts.")[0] + ".experts" if ".experts." in path else path
+            layers[name] = {"quant_algo": algo, **group}
+        return dict(self.config) | {"quantized_layers": layers}
+
+
+def mixture(algo: Callable[[str], str]) -> Mixture:
+    """As ModelOpt writes them."""
+    config = {
+        "quant_algo": "MIXED_PRECISION",
+        "producer": {"name": "modelopt", "version": "0.44.0"},
+        "quant_method": "modelopt",
+        "quantized_layers": {  # of another checkpoint
+            "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+            "model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        },
+    }
+    return Mixture(config, partial(pack_nvfp4, modelopt=True), "static", algo=algo)
 
 
 # -- FP8 ------------------------------------------------------------------------------------------
@@ -337,7 +378,12 @@ FORMATS: dict[str, Format] = {
     ),
     "nvfp4": nvfp4(),
     "nvfp4-modelopt": Format(MODELOPT_NVFP4, partial(pack_nvfp4, modelopt=True)),
+    "modelopt-mixed": mixture(lambda path: "FP8" if "_attn." in path else "W4A16_NVFP4"),
 }
+
+
+# Of a delta net to its gates, which published checkpoints keep.
+TO_GATES = ("in_proj_a.weight", "in_proj_b.weight")
 
 
 # -- whole checkpoints ----------------------------------------------------------------------------
@@ -368,17 +414,19 @@ def quantize(
         make_checkpoint(spec, target)
     tensors = load_file(plain / "model.safetensors")
     stored, same, packed = dict(tensors), dict(tensors), {}
+    quantized_paths: list[str] = []
     for name, weight in tensors.items():
         path = name.removesuffix(".weight")
         if "_proj" not in name or name.endswith("bias") or keeps(path):
             continue
-        packed[path.removeprefix("model.")] = made = format.pack(weight)
+        packed[path.removeprefix("model.")] = made = format.of(path).pack(weight)
+        quantized_paths.append(path)
         del stored[name]
         stored |= {f"{path}.{kind}": tensor.contiguous() for kind, tensor in made.tensors.items()}
         same[name] = made.weight.contiguous()
     save_file(same, plain / "model.safetensors", {"format": "pt"})
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
-    edit_config(quantized, quantization_config=dict(format.config))
+    edit_config(quantized, quantization_config=format.config_of(quantized_paths))
     return Quantized(spec, format, quantized, plain, packed)
 
 
@@ -415,9 +463,12 @@ def round_inputs(
     if case.format.rounds is None:
         return
     scales = {
-        weight.untyped_storage().data_ptr(): input_scale(case, name.removesuffix(".weight"))
+        weight.untyped_storage().data_ptr(): (
+            case.format.of(name).rounds,
+            input_scale(case, name.removesuffix(".weight")),
+        )
         for name, weight in model.named_parameters()
-        if "_proj" in name and not name.endswith("bias")
+        if "_proj" in name and not name.endswith(("bias", *TO_GATES))
     }
     divided = {
         weight.untyped_storage().data_ptr()
@@ -429,19 +480,28 @@ def round_inputs(
     def rounding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         at = weight.untyped_storage().data_ptr()
         if at in scales:
-            static = scales[at]
+            rounds, static = scales[at]
+            if rounds is None:
+                return linear(x, weight, bias)
             if static is not None:  # of experts, which are one parameter, each has its own
                 static = static.flatten()[weight.storage_offset() // weight.numel()]
             parts = x.chunk(ranks if at in divided else 1, dim=-1)
-            x = torch.cat([round_x(part, case.format.rounds, static) for part in parts], dim=-1)
+            x = torch.cat([round_x(part, rounds, static) for part in parts], dim=-1)
         return linear(x, weight, bias)
 
     monkeypatch.setattr(F, "linear", rounding)
 
 
+_OF_ONE_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+)
+
+
 def input_scale(case: Quantized, name: str) -> Tensor | None:
     """The largest of the maps that have one input in common; of experts [num_experts]."""
-    if case.format.rounds != "static":
+    if case.format.of(name).rounds != "static":
         return None
     parent, _, kind = name.removeprefix("model.").rpartition(".")
 
@@ -452,7 +512,7 @@ def input_scale(case: Quantized, name: str) -> Tensor | None:
         maps = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         experts = range(case.spec.extra["num_experts"])
         return torch.stack([largest(*(f"{parent}.{e}.{map}" for map in maps)) for e in experts])
-    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+    for group in _OF_ONE_INPUT:
         if kind in group:
             return largest(*(f"{parent}.{part}" for part in group))
     return largest(f"{parent}.{kind}")

@@ -197,7 +197,11 @@ def test_an_adopted_model_is_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32"])
 @pytest.mark.parametrize(
-    "name", ["fp8-block", "fp8-static", "ct-int8", "ct-int4-zeros", "awq", "gptq", "nvfp4"]
+    "name",
+    [
+        *("fp8-block", "fp8-static", "ct-int8", "ct-int4-zeros", "awq", "gptq", "nvfp4"),
+        "modelopt-mixed",
+    ],
 )
 def test_quantised_models_are_right(name: str, dtype: str, tmp_path: Path) -> None:
     spec = replace(spec_named("llama"), hidden_size=256, vocab_size=2048)

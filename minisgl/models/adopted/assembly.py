@@ -97,8 +97,12 @@ def assemble(
             if "RotaryEmbedding" in type(module).__name__:
                 heads.take_over_angles(module)
     if Kind.HEADS in division.kinds.values():  # the modules compute where heads begin
-        model.config.num_attention_heads //= comm.size
-        model.config.num_key_value_heads //= comm.size
+        own = found.attention[0].on_rank(comm.size)
+        model.config.num_attention_heads = own.num_heads
+        model.config.num_key_value_heads = own.num_kv_heads
+        for layer in layers:
+            module = model.get_submodule(found.modules[layer])
+            module.num_key_value_heads = own.num_kv_heads
     return AdoptedModel(
         model,
         body,

@@ -68,7 +68,7 @@ def facts_of(
         experts = replace(
             experts,
             size=divides.expert_size,
-            quantized=None if scheme is None else scheme.quantized(found.expert_sizes),
+            quantized=None if scheme is None else scheme.quantized(found.expert_sizes, "experts"),
             not_by_rank=divides.not_by_rank,
         )
     return ModelFacts(

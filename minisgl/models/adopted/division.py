@@ -131,7 +131,8 @@ def division_of(model: Any, found: Discovered) -> Division:
         if form not in _WITHOUT_EFFECT or form in (_GATHERED, _SPLIT, "packed_colwise")
     }
     kinds, parameters, experts = dict[str, Kind](), set[str](), set[str]()
-    gathered = dict[str, str]()  # by the module that has the map
+    # Two maps that have one another's halves or heads, by the module that has both.
+    gathered, taking = dict[str, str](), dict[str, str]()
     names = dict(model.named_modules())
     for name in (*names, *(name for name, _ in model.named_parameters())):
         form = _form(plan, name.removeprefix(prefix))
@@ -148,13 +149,15 @@ def division_of(model: Any, found: Discovered) -> Division:
             kinds[name] = Kind.INPUTS
         elif form == _GATHERED:
             gathered[parent] = name
-        elif form == _SPLIT and parent in gathered:
-            spec = _spec_of(found, parent)
-            packed = _packed_kind(names[gathered[parent]], module, spec)
-            if packed is not None:
-                kinds |= {gathered[parent]: packed, name: Kind.INPUTS}
-        elif form not in ("rowwise", _SPLIT):
+        elif form == _SPLIT:
+            taking[parent] = name
+        elif form != "rowwise":
             return replace(WHOLE, why_not=f"the plan of {kind} has a form {form!r}")
+    for parent in gathered.keys() & taking.keys():  # either of both may come first
+        first, second = gathered[parent], taking[parent]
+        packed = _packed_kind(names[first], names[second], _spec_of(found, parent))
+        if packed is not None:
+            kinds |= {first: packed, second: Kind.INPUTS}
     if not kinds and not experts:
         return replace(WHOLE, why_not=f"transformers has no plan to divide {kind} over ranks")
     if not all(has_plain_experts(names[name]) for name in experts):

@@ -192,15 +192,15 @@ class Swap:
                 return {last: even_shard(num_outputs, rank, size)}
             heads = kv_head_shard(spec.num_kv_heads, rank, size)
             return {last: heads.times(num_outputs // spec.num_kv_heads)}
-        widths = [num_outputs // 2] * 2
+        within = [even_shard(num_outputs // 2, rank, size)] * 2
         if kind == Kind.HEADS:
             assert spec is not None
-            widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+            of_kv = kv_head_shard(spec.num_kv_heads, rank, size).times(spec.head_dim)
+            within = [even_shard(spec.num_heads, rank, size).times(spec.head_dim), of_kv, of_kv]
         parts, first = {}, 0
-        for index, width in enumerate(widths):
-            part = width // size
-            parts[f"{last}{PACKED}{index}"] = Shard(first + rank * part, part, num_outputs)
-            first += width
+        for index, part in enumerate(within):
+            parts[f"{last}{PACKED}{index}"] = Shard(first + part.first, part.size, num_outputs)
+            first += part.whole
         return parts
 
     def _put_maps(self, names: Sequence[str], linear: Linear, sizes: Sequence[int]) -> None:
@@ -225,9 +225,9 @@ class Swap:
 
     def _format_of(self, name: str) -> WeightFormat:
         """The format of a module, by its name in a checkpoint without 'model.'. A part of a map is
-        quantised if the map is."""
-        format, is_quantized = self.format, self.format.is_quantized
-        format = replace(format, is_quantized=lambda part: is_quantized(part.partition(PACKED)[0]))
+        quantised as the map is."""
+        format, scheme_of = self.format, self.format.scheme_of
+        format = replace(format, scheme_of=lambda part: scheme_of(part.partition(PACKED)[0]))
         return format.within(name.removeprefix(f"{self.model.base_model_prefix}."))
 
 

@@ -22,7 +22,7 @@ from minisgl.kernels.moe.quantized_experts import Fp8Experts, InputScales
 from minisgl.layers.formats import HeldExperts, num_rows
 from minisgl.models import packing
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader
+from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader, Sign
 from minisgl.models.packing import checked, covering
 from minisgl.models.target import FLOATS, Target, copy, ignored, storing
 from minisgl.shards import Shard, whole
@@ -42,7 +42,8 @@ class Fp8(MatrixFormat[Fp8Weights]):
 
     offered: ClassVar[str] = "FP8 (quant_method fp8, fbgemm_fp8 or compressed-tensors, ModelOpt)"
     option: ClassVar[str | None] = "fp8"
-    sign: ClassVar[tuple[str, str] | None] = "weight", "F8_E4M3"
+    sign: ClassVar[Sign | None] = "weight", "F8_E4M3"
+    matrices: ClassVar[type] = Fp8Weights
 
     of_rows: bool = True
     activations: Activations = Activations.NONE
@@ -170,7 +171,7 @@ class Fp8Blocks(Fp8):
 class Fp8WhileLoading(Fp8):
     """What --quantization fp8 makes of a checkpoint that is not quantised."""
 
-    sign: ClassVar[tuple[str, str] | None] = None
+    sign: ClassVar[Sign | None] = None
 
     activations: Activations = Activations.TOKEN
 

@@ -19,7 +19,7 @@ from minisgl.kernels.moe.quantized_experts import Int4Experts
 from minisgl.layers.formats import HeldExperts, num_rows
 from minisgl.models import packing
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader
+from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader, Sign
 from minisgl.models.packing import PER_INT32, covering, finite
 from minisgl.models.target import FLOATS, Store, Target, ignored, storing
 from minisgl.shards import Shard, whole
@@ -56,6 +56,7 @@ _GPTQ_FIELDS = field_names(
 class Int4(MatrixFormat[Int4Weights]):
     """A subclass for each layout in which a checkpoint has the integers."""
 
+    matrices: ClassVar[type] = Int4Weights
     bits: ClassVar[int] = 4
     multiple: ClassVar[int] = CHUNK
     layout: ClassVar[str]  # for people
@@ -130,7 +131,7 @@ class CompressedInt4(Int4):
     """[n, k], of which an int32 has eight of a row, or eight zero points of a column."""
 
     offered: ClassVar[str] = "INT4 (compressed-tensors pack-quantized)"
-    sign: ClassVar[tuple[str, str] | None] = "weight_packed", "I32"
+    sign: ClassVar[Sign | None] = "weight_packed", "I32"
     layout: ClassVar[str] = "compressed-tensors"
 
     @classmethod
@@ -198,7 +199,7 @@ class Awq(_Transposed):
     """An int32 has eight of a row of [k, n], in an order of its own."""
 
     offered: ClassVar[str] = "AWQ"
-    sign: ClassVar[tuple[str, str] | None] = "qweight", "I32"
+    sign: ClassVar[Sign | None] = "qweight", "I32"
     layout: ClassVar[str] = "awq"
 
     symmetric: bool = False
@@ -228,7 +229,7 @@ class Gptq(_Transposed):
     """An int32 has eight of a column of [k, n]."""
 
     offered: ClassVar[str] = "GPTQ (AutoRound, too)"
-    sign: ClassVar[tuple[str, str] | None] = "qweight", "I32"
+    sign: ClassVar[Sign | None] = "qweight", "I32"
     layout: ClassVar[str] = "gptq"
     zero: ClassVar[int] = 7  # how it stores the zero point 8
 

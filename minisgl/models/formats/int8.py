@@ -14,7 +14,7 @@ from minisgl.layers.formats import num_rows
 from minisgl.models.config_reader import Fields
 from minisgl.models.formats.fp8 import Fp8
 from minisgl.models.formats.int4 import CENTRED
-from minisgl.models.formats.quantized_format import Held, Reader
+from minisgl.models.formats.quantized_format import Held, Reader, Sign
 from minisgl.models.target import Target, copy
 from minisgl.shards import Shard
 
@@ -25,7 +25,7 @@ class Int8(Fp8):
 
     offered: ClassVar[str] = "INT8 (compressed-tensors int-quantized)"
     option: ClassVar[str | None] = None
-    sign: ClassVar[tuple[str, str] | None] = "weight", "I8"
+    sign: ClassVar[Sign | None] = "weight", "I8"
 
     activations: Activations = Activations.TOKEN
 

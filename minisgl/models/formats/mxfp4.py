@@ -25,19 +25,20 @@ from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import HeldExperts
 from minisgl.models import interleaved_experts
 from minisgl.models.config_reader import Fields, field_names
-from minisgl.models.formats.quantized_format import QuantizedFormat, Reader
+from minisgl.models.formats.quantized_format import OneFormat, Reader, Sign
 from minisgl.models.packing import covering
 from minisgl.models.target import Store, Target, copy
 from minisgl.shards import Shard, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4(QuantizedFormat):
+class Mxfp4(OneFormat):
     """Blocks of BLOCK columns that share a power of two. A checkpoint has one tensor of all
     experts."""
 
     offered: ClassVar[str] = "MXFP4 (gpt-oss)"
-    sign: ClassVar[tuple[str, str] | None] = "gate_up_proj_blocks", "U8"
+    sign: ClassVar[Sign | None] = "gate_up_proj_blocks", "U8"
+    matrices: ClassVar[type] = Mxfp4Weights
     only_experts: ClassVar[bool] = True
     bits: ClassVar[int] = 4
     multiple: ClassVar[int] = CHUNK

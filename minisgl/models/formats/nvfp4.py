@@ -18,7 +18,7 @@ from minisgl.kernels.moe.experts_product import ExpertsProduct
 from minisgl.kernels.moe.quantized_experts import Nvfp4Experts
 from minisgl.layers.formats import HeldExperts, num_rows
 from minisgl.models.config_reader import Fields
-from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader
+from minisgl.models.formats.quantized_format import Held, MatrixFormat, Reader, Sign
 from minisgl.models.packing import checked, covering
 from minisgl.models.target import FLOATS, Target, ignored
 from minisgl.shards import Shard, whole
@@ -28,6 +28,7 @@ from minisgl.shards import Shard, whole
 class Nvfp4(MatrixFormat[Nvfp4Weights]):
     """A subclass for each way in which a checkpoint names the tensors."""
 
+    matrices: ClassVar[type] = Nvfp4Weights
     bits: ClassVar[int] = 4
     multiple: ClassVar[int] = CHUNK
     weight_name: ClassVar[str]
@@ -94,7 +95,7 @@ class CompressedNvfp4(Nvfp4):
     """As compressed-tensors names them."""
 
     offered: ClassVar[str] = "NVFP4 (compressed-tensors)"
-    sign: ClassVar[tuple[str, str] | None] = "weight_packed", "U8"
+    sign: ClassVar[Sign | None] = "weight_packed", "U8"
     weight_name: ClassVar[str] = "weight_packed"
     factor_name: ClassVar[str] = "weight_global_scale"
     divides: ClassVar[bool] = True
@@ -110,7 +111,7 @@ class ModelOptNvfp4(Nvfp4):
     """As ModelOpt names them."""
 
     offered: ClassVar[str] = "NVFP4 (ModelOpt)"
-    sign: ClassVar[tuple[str, str] | None] = "weight", "U8"
+    sign: ClassVar[Sign | None] = "weight", "U8"
     group: ClassVar[int] = BLOCK  # which its config says
     weight_name: ClassVar[str] = "weight"
     factor_name: ClassVar[str] = "weight_scale_2"

@@ -1,11 +1,11 @@
-"""What a format of quantised weights is: one class, from a checkpoint's config to the products."""
+"""What a format of quantised weights is, from a checkpoint's config to the products."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import QuantizedWeights
 from minisgl.layers.experts import FusedExperts
-from minisgl.layers.formats import EXPERT_MAPS, HeldExperts, Quantization
+from minisgl.layers.formats import EXPERT_MAPS, HeldExperts, MapFormat, Quantization
 from minisgl.models.config_reader import Fields
 from minisgl.models.target import Target
 from minisgl.shards import Shard, whole
@@ -32,7 +32,9 @@ class StoredTensor(NamedTuple):
 # Makes a format of what a checkpoint's config says of quantisation: of a group of
 # compressed-tensors only what that says. Raises CheckpointError where the config is broken,
 # UnsupportedModelError, with what to use instead, for what minisgl does not compute.
-Reader = Callable[[Fields], "QuantizedFormat"]
+Reader = Callable[[Fields], "OneFormat"]
+Sign = tuple[str, str]  # the last part of a tensor's name, and its dtype
+Kind = Literal["attention", "mlp", "experts"]  # of the part of a layer that a linear map is in
 Weights = TypeVar("Weights", bound=QuantizedWeights)
 
 
@@ -45,15 +47,78 @@ class Held(NamedTuple, Generic[Weights]):
     input_scale: Tensor | None  # the largest of all maps of one input, if the product needs it
 
 
-class QuantizedFormat(Quantization):
-    """How the linear maps of a model's layers are quantised. Embedding, head, router and norms are
-    not. A subclass is a frozen dataclass, which __init__.py lists; its str is for people."""
+class QuantizedFormat(Quantization, ABC):
+    """How the linear maps of a model's layers are quantised, in one format or in several.
+    Embedding, head, router and norms are not. A subclass is a frozen dataclass; its str is for
+    people."""
+
+    option: ClassVar[str | None] = None  # the value of --quantization that asks for it
+
+    @property
+    @abstractmethod
+    def signs(self) -> Mapping[Sign, OneFormat]:
+        """By what shows that a linear map is quantised, its format. Empty: minisgl quantises while
+        it loads."""
+        ...
+
+    @property
+    @abstractmethod
+    def rounding(self) -> OneFormat:
+        """That of the maps whose inputs are rounded, if those of any are."""
+        ...
+
+    @abstractmethod
+    def at(self, name: str) -> OneFormat | None:
+        """The format of a linear map by its name without 'model.', as far as the config says; None:
+        it is not quantised."""
+        ...
+
+    @abstractmethod
+    def quantized(self, maps: Iterable[tuple[int, int]], kind: Kind | None = None) -> Quantized:
+        """Facts of matrices, given the rows and columns of each. kind: of all of them; None: of
+        attention and of MLPs."""
+        ...
+
+    @abstractmethod
+    def on(
+        self, device: torch.device, dtype: torch.dtype, scales: Collection[str] | None = None
+    ) -> Self:
+        """The same as the products of a device compute with it. dtype: of x. scales: the dtypes of
+        those of a checkpoint; None: there is none."""
+        ...
+
+    def named(self, name: str) -> str:
+        """The name that a tensor has in `targets`, where some exporters give it another one."""
+        return name
+
+    @abstractmethod
+    def targets(self, held: Held[Any]) -> dict[str, Target]:
+        """Where the checkpoint's tensors of a linear map go, by the last part of their names."""
+        ...
+
+    @abstractmethod
+    def expert_targets(self, path: str, module: FusedExperts) -> dict[str, Target]:
+        """Where the checkpoint's tensors of experts go, by their names. path: of the module."""
+        ...
+
+    @abstractmethod
+    def stack_target(
+        self, weights: Any, first: int, cut: tuple[Shard, Shard, Shard]
+    ) -> Target | None:
+        """Where a tensor of all experts goes: in the rows from `first` on of each of the cut. None:
+        no checkpoint has one."""
+        ...
+
+
+class OneFormat(QuantizedFormat, MapFormat):
+    """A format, the only one of a model or that of some of its linear maps. __init__.py lists the
+    subclasses."""
 
     offered: ClassVar[str]  # for people: which checkpoints have it
-    option: ClassVar[str | None] = None  # the value of --quantization that asks for it
     # The tensor that shows that a linear map is quantised, or if only experts are, that these are,
     # and its dtype. None: minisgl quantises while it loads.
-    sign: ClassVar[tuple[str, str] | None]
+    sign: ClassVar[Sign | None]
+    matrices: ClassVar[type]  # what a rank holds of a linear map, or of those of experts
     bits: ClassVar[int] = 8  # of a number
     multiple: ClassVar[int] = 1  # of which the inputs of a map must be one on each rank
     activations: Activations = Activations.NONE  # where the device has products of FP8
@@ -71,8 +136,18 @@ class QuantizedFormat(Quantization):
         """The bytes of a matrix of n rows and k columns, with its scales and zero points."""
         ...
 
-    def quantized(self, maps: Iterable[tuple[int, int]]) -> Quantized:
-        """Facts of matrices, given the rows and columns of each."""
+    @property
+    def signs(self) -> Mapping[Sign, OneFormat]:
+        return {} if self.sign is None else {self.sign: self}
+
+    @property
+    def rounding(self) -> OneFormat:
+        return self
+
+    def at(self, name: str) -> OneFormat | None:
+        return self
+
+    def quantized(self, maps: Iterable[tuple[int, int]], kind: Kind | None = None) -> Quantized:
         sizes = list(maps)
         return Quantized(
             num_weights=sum(n * k for n, k in sizes),
@@ -84,32 +159,18 @@ class QuantizedFormat(Quantization):
     def on(
         self, device: torch.device, dtype: torch.dtype, scales: Collection[str] | None = None
     ) -> Self:
-        """The format as the products of a device compute with it. dtype: of x. scales: the dtypes
-        of those of a checkpoint; None: there is none."""
         return self
 
-    def named(self, name: str) -> str:
-        """The name that a tensor has in `targets`, where some exporters give it another one."""
-        return name
-
     def targets(self, held: Held[Any]) -> dict[str, Target]:
-        """Where the checkpoint's tensors of a linear map go, by the last part of their names."""
         return {}
-
-    @abstractmethod
-    def expert_targets(self, path: str, module: FusedExperts) -> dict[str, Target]:
-        """Where the checkpoint's tensors of experts go, by their names. path: of the module."""
-        ...
 
     def stack_target(
         self, weights: Any, first: int, cut: tuple[Shard, Shard, Shard]
     ) -> Target | None:
-        """Where a tensor of all experts goes: in the rows from `first` on of each of the cut. None:
-        no checkpoint has one."""
         return None
 
 
-class MatrixFormat(QuantizedFormat, Generic[Weights]):
+class MatrixFormat(OneFormat, Generic[Weights]):
     """A format in which each linear map, of an expert too, is a matrix with tensors of its own."""
 
     @abstractmethod

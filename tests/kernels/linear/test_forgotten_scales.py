@@ -19,7 +19,7 @@ HALF = torch.float16
 def test_the_words_have_all_that_is_read_of_the_scales(symmetric: bool) -> None:
     torch.manual_seed(0)
     scheme = CompressedInt4(group_size=128, symmetric=symmetric, scale_dtype=HALF)
-    format = WeightFormat(dtype=HALF, scheme=scheme, is_quantized=lambda name: True)
+    format = WeightFormat(dtype=HALF, scheme=scheme, scheme_of=lambda name: scheme)
     layer = Linear(whole(256), {"map": whole(20)}, format)
     weight = layer.product.weight
     weight.data.random_(-(2**15), 2**15)
