@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.kvcache.disk import STORE_S
+from minisgl.router import replicas
 from minisgl.router.config import RouterConfig
 from minisgl.router.metrics import join_pages
 from minisgl.router.placement import Share, shares, visible_gpus
-from minisgl.router.replicas import ReplicaSpec
+from minisgl.router.replicas import ReplicaSpec, Supervisor
 from minisgl.server.config import ServerConfig
 
 
@@ -77,3 +80,20 @@ def test_a_replica_hears_all_options_exactly() -> None:
     )
     heard = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ReplicaSpec)
     assert heard == spec and heard.server.api_key == spec.server.api_key
+
+
+async def test_replicas_with_a_disk_have_the_time_to_write_to_it_when_their_requests_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+
+    async def end(processes: Sequence[object], seconds: float) -> None:
+        given.append(seconds)
+
+    monkeypatch.setattr(replicas, "end_children", end)
+    for folder in (None, "/disk"):
+        engine = EngineConfig(model="m", device="cpu", host_cache=1, disk_cache=folder)
+        spec = ReplicaSpec(index=0, engine=engine, server=ServerConfig(uds="s"), share=Share())
+        await Supervisor([spec], (), lambda states: None).stop(5)
+    without, with_disk = given
+    assert with_disk == without + STORE_S > 5 + STORE_S
