@@ -90,7 +90,8 @@ def run_replica(
     sockets = [spec.server.uds]
     if spec.pages_path:
         pages = Address(path=spec.pages_path)
-        sockets += [pages.path, *(pages.of_rank(rank).path for rank in range(spec.engine.tp))]
+        ranks = range(spec.engine.tp * spec.engine.pp)
+        sockets += [pages.path, *(pages.of_rank(rank).path for rank in ranks)]
     patience_s = spec.server.drain_timeout + spec.close_s
     end_with_parent(lambda: os.read(INPUT, 1) or None, patience_s, sockets)
     try:

@@ -15,6 +15,7 @@ from minisgl.router import replicas
 from minisgl.router.config import RouterConfig
 from minisgl.router.metrics import join_pages
 from minisgl.router.placement import Share, shares, visible_gpus
+from minisgl.router.process import RouterProcess
 from minisgl.router.replicas import ReplicaSpec, Supervisor
 from minisgl.server.config import ServerConfig
 
@@ -27,6 +28,16 @@ def test_each_replica_gets_gpus_of_its_own() -> None:
         shares(2, 2, "auto", ["0", "1", "2"], [0])
     with pytest.raises(ConfigError, match="--device cuda: no GPU is visible here"):
         shares(2, 1, "cuda", [], [0])
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}])
+def test_each_rank_of_a_replica_gets_a_gpu(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    engine, router = EngineConfig(device="cuda", **options), RouterConfig(replicas=2)
+    process = RouterProcess(engine, ServerConfig(), router, replica=(), front=())
+    assert process._shares == [Share(gpus=("0", "1")), Share(gpus=("2", "3"))]
 
 
 def test_without_gpus_each_replica_gets_its_share_of_the_cores() -> None:
