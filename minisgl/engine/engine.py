@@ -28,6 +28,7 @@ from minisgl.engine.weights import Weights
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 from minisgl.grammar.compiler import Compiled
 from minisgl.images.prompt import Prompt
+from minisgl.kvcache.disk import STORE_S
 from minisgl.request import (
     EVERYONE,
     Extra,
@@ -43,8 +44,6 @@ from minisgl.text.template_facts import TemplateFacts
 
 SHUTTING_DOWN = "The server is shutting down."
 CLOSED = "The engine was closed."
-# Closing the engine writes to a disk cache for no longer than this.
-STORE_S = 10.0
 
 
 class AsyncEngine:

@@ -19,6 +19,9 @@ from minisgl.kvcache.moves import Moves, Place
 from minisgl.kvcache.page_keys import PageIndex, key_beside, page_keys
 from minisgl.kvcache.tree import Node
 
+# Closing an engine writes there for no longer than this.
+STORE_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Disk:

@@ -24,7 +24,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,14 +107,11 @@ def load_ranks(setup: Setup, report: Report = no_report) -> SeveralRanks:
         own = loading.result()
         others.wait_ready(lambda fraction: report("waiting for the other ranks", fraction))
         loaded()
-        if not others.may_hang:
-            others.close_rendezvous()
     except BaseException as error:
         others.kill(error)
         if not others.may_hang:
             for part in own or ():
                 part.close()
-            others.close_rendezvous()
         raise
     return SeveralRanks(*own, others)
 
@@ -132,7 +128,7 @@ def _start(setup: Setup, report: Report) -> tuple[RemoteRanks, RankSpec, Callabl
     )
     if config.nnodes == 1:
         try:
-            rendezvous = FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
+            rendezvous = FileRendezvous.make()
         except OSError as obstacle:
             reason = "the temporary file through which ranks exchange addresses cannot be created"
             raise ConfigError(*_option(config), f"{reason}: {obstacle}") from obstacle
@@ -355,4 +351,3 @@ class SeveralRanks:
         self._own.close()
         self._pipeline.close()
         self.others.end()
-        self.others.close_rendezvous()

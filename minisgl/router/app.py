@@ -85,7 +85,8 @@ def create_router_app(
     metrics = RouterMetrics(fleet)
 
     async def health(request: Request) -> Response:
-        ready = fleet.ready if fleet.refusals else fleet.check_ready()  # a trainer may come
+        waits = fleet.refusals and not fleet.is_draining  # a trainer may come
+        ready = fleet.ready if waits else fleet.check_ready()
         return json_response(RouterHealth("ready", len(fleet.replicas), len(ready)))
 
     async def joined_metrics(request: Request) -> Response:

@@ -22,7 +22,7 @@ class RouterConfig:
     """The options as the user gave them; raises ConfigError for an invalid value."""
 
     replicas: int = router_option(
-        1, "Number of engines behind the address, each with --tp GPUs of its own."
+        1, "Number of engines behind the address, each with --tp times --pp GPUs of its own."
     )
     router_policy: str = router_option(
         CACHE,

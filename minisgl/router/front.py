@@ -190,6 +190,8 @@ class FrontProcesses:
         while not self._closing.is_set():
             command = (*self._command, str(spec.index))
             child = await lifeline.start_child(command, dict(os.environ), [spec.listener_fd])
+            if self._closing.is_set():  # while it was started
+                child.kill()
             lifeline.tell(child, spec)
             lifeline.tell(child, self._update)
             self._children[spec.index] = child

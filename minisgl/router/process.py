@@ -83,7 +83,9 @@ class RouterProcess:
         self._router = router
         self._replica_command, self._front_command = replica, front
         gpus = [] if engine.device == "cpu" else visible_gpus(os.environ)
-        self._shares = shares(router.replicas, engine.tp, engine.device, gpus, usable_cores())
+        self._num_ranks = engine.tp * engine.pp  # of each replica
+        cores = usable_cores()
+        self._shares = shares(router.replicas, self._num_ranks, engine.device, gpus, cores)
         self._states: tuple[ReplicaState, ...] = (ReplicaState(),) * router.replicas
         self._is_draining = False
         self._announcing: asyncio.Future[None] | None = None
@@ -165,7 +167,7 @@ class RouterProcess:
                 adapters=tuple(self._engine.adapters),
                 roles=self._roles,
                 router_paths=paths if several else (),
-                num_ranks=self._engine.tp * self._engine.pp,
+                num_ranks=self._num_ranks,
                 listener_fd=listener.fileno(),
             )
             for index, listener in enumerate(listeners)

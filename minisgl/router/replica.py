@@ -90,8 +90,10 @@ def run_replica(
     sockets = [spec.server.uds]
     if spec.pages_path:
         pages = Address(path=spec.pages_path)
-        sockets += [pages.path, *(pages.of_rank(rank).path for rank in range(spec.engine.tp))]
-    end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout, sockets)
+        ranks = range(spec.engine.tp * spec.engine.pp)
+        sockets += [pages.path, *(pages.of_rank(rank).path for rank in ranks)]
+    patience_s = spec.server.drain_timeout + spec.close_s
+    end_with_parent(lambda: os.read(INPUT, 1) or None, patience_s, sockets)
     try:
         begin = start or (start_sharing if spec.pages_path else start_engine)
         return ReplicaProcess(spec, begin).run()

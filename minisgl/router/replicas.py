@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
+from minisgl.kvcache.disk import STORE_S
 from minisgl.router.fleet import Peer, ReplicaState, probe
 from minisgl.router.lifeline import end_children, start_child, tell
 from minisgl.router.placement import Share
@@ -30,7 +31,7 @@ LOADING_POLL_S = 0.1
 READY_POLL_S = 1.0
 # A replica that answers no probe for this long is killed. Engines judge their own steps sooner.
 SILENCE_LIMIT_S = 120.0
-# For a replica to end after its requests have.
+# For a replica to end after its requests have, and what it writes to a disk cache.
 CLOSE_S = 10.0
 
 
@@ -44,6 +45,11 @@ class ReplicaSpec:
     share: Share
     role: str = ""  # where replicas divide the work
     pages_path: str = ""  # of the socket at which it exchanges KV pages
+
+    @property
+    def close_s(self) -> float:
+        """For the replica to end after its requests have."""
+        return CLOSE_S + (STORE_S if self.engine.disk_cache else 0.0)
 
 
 class ReplicaStartError(MinisglError):
@@ -109,7 +115,7 @@ class Supervisor:
         """Let the replicas finish their requests for so long, and end all of them."""
         self._stopping.set()
         processes = [running.process for running in self._all if running.process is not None]
-        await end_children(processes, seconds + CLOSE_S)
+        await end_children(processes, seconds + max(each.spec.close_s for each in self._all))
 
     def states(self) -> list[ReplicaState]:
         return [running.state for running in self._all]

@@ -47,6 +47,8 @@ class RouteTable(Generic[Replica]):
         self._remembers = policy == CACHE
         self._max_bytes = max_bytes
         self._trees: dict[Replica, PrefixTree] = {}
+        # Of round-robin: at which turn each replica was chosen last.
+        self._last_turns: dict[Replica, int] = {}
         self._num_turns = 0
 
     def choose(self, key: Key, loads: Mapping[Replica, int]) -> Replica:
@@ -73,6 +75,7 @@ class RouteTable(Generic[Replica]):
     def gone(self, replica: Replica) -> None:
         """Forget what `replica` was sent: it has ended, and its cache with it."""
         self._trees.pop(replica, None)
+        self._last_turns.pop(replica, None)
 
     def matches(self, key: Key, replicas: Sequence[Replica]) -> dict[Replica, int]:
         """Bytes of the longest prefix of `key` that each replica was sent. Token ids have four."""
@@ -96,8 +99,11 @@ class RouteTable(Generic[Replica]):
         return tree.num_bytes if tree else 0
 
     def _choose_next(self, key: Key, loads: Mapping[Replica, int]) -> Replica:
+        # Requests may take turns among several groups, such as those for prefill and for decode.
+        chosen = min(loads, key=lambda each: self._last_turns.get(each, 0))
         self._num_turns += 1
-        return [*loads][self._num_turns % len(loads)]
+        self._last_turns[chosen] = self._num_turns
+        return chosen
 
 
 def is_uneven(load: int, least: int) -> bool:

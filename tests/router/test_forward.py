@@ -348,6 +348,9 @@ async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: 
         assert "minisgl_running_requests" in history["1"]["series"]
         health = await client.get("/health")
         assert health.json() == {"status": "ready", "replicas": 2, "ready": 2}
+        fleet.update([ReplicaState(start=1, refusal="asleep"), ReplicaState(start=1)])
+        health = await client.get("/health")
+        assert health.json() == {"status": "ready", "replicas": 2, "ready": 0}
         fleet.is_draining = True
         assert error_of(await client.get("/health"))["code"] == "draining"
         assert error_of(await client.post(CHAT, json=ASKED))["code"] == "draining"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.kvcache.disk import STORE_S
+from minisgl.router import replicas
 from minisgl.router.config import RouterConfig
 from minisgl.router.metrics import join_pages
 from minisgl.router.placement import Share, shares, visible_gpus
-from minisgl.router.replicas import ReplicaSpec
+from minisgl.router.process import RouterProcess
+from minisgl.router.replicas import ReplicaSpec, Supervisor
 from minisgl.server.config import ServerConfig
 
 
@@ -24,6 +28,16 @@ def test_each_replica_gets_gpus_of_its_own() -> None:
         shares(2, 2, "auto", ["0", "1", "2"], [0])
     with pytest.raises(ConfigError, match="--device cuda: no GPU is visible here"):
         shares(2, 1, "cuda", [], [0])
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}])
+def test_each_rank_of_a_replica_gets_a_gpu(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    engine, router = EngineConfig(device="cuda", **options), RouterConfig(replicas=2)
+    process = RouterProcess(engine, ServerConfig(), router, replica=(), front=())
+    assert process._shares == [Share(gpus=("0", "1")), Share(gpus=("2", "3"))]
 
 
 def test_without_gpus_each_replica_gets_its_share_of_the_cores() -> None:
@@ -77,3 +91,20 @@ def test_a_replica_hears_all_options_exactly() -> None:
     )
     heard = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ReplicaSpec)
     assert heard == spec and heard.server.api_key == spec.server.api_key
+
+
+async def test_replicas_with_a_disk_have_the_time_to_write_to_it_when_their_requests_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+
+    async def end(processes: Sequence[object], seconds: float) -> None:
+        given.append(seconds)
+
+    monkeypatch.setattr(replicas, "end_children", end)
+    for folder in (None, "/disk"):
+        engine = EngineConfig(model="m", device="cpu", host_cache=1, disk_cache=folder)
+        spec = ReplicaSpec(index=0, engine=engine, server=ServerConfig(uds="s"), share=Share())
+        await Supervisor([spec], (), lambda states: None).stop(5)
+    without, with_disk = given
+    assert with_disk == without + STORE_S > 5 + STORE_S

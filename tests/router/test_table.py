@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import takewhile
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.router.config import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
-from minisgl.router.fleet import Fleet, ReplicaState
+from minisgl.router.fleet import MIN_PREFILL_BYTES, Fleet, ReplicaState
 from minisgl.router.prefixes import MAX_DEPTH, NODE_BYTES, PrefixTree
 from minisgl.router.table import BLOCK_BYTES, MAX_AHEAD, MAX_KEY_BYTES, RouteTable, is_uneven
 
@@ -178,6 +179,15 @@ def test_the_other_policies_ignore_prefixes() -> None:
     turns.sent(LONG, "c")
     chosen = [turns.choose(LONG, IDLE) for _ in range(6)]
     assert sorted(chosen[:3]) == ["a", "b", "c"] and chosen[:3] == chosen[3:]
+
+
+@pytest.mark.parametrize("roles", ["prefill,decode,decode", "prefill,prefill,decode"])
+def test_replicas_of_each_role_take_turns(roles: str) -> None:
+    fleet = Fleet(["a", "b", "c"], ROUND_ROBIN, roles.split(","))
+    fleet.update([ReplicaState(is_ready=True)] * 3)
+    ways = [fleet.choose(b"%d" % number * MIN_PREFILL_BYTES) for number in range(8)]
+    chosen = Counter(each.index for way in ways for each in (way.replica, way.prefill) if each)
+    assert sorted(chosen.values()) == [4, 4, 8]
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:

@@ -67,7 +67,6 @@ class RemoteRanks:
         self.encoded: Callable[[int, str], None] = lambda number, why: None
         self.may_hang = may_hang
         self._specs = [replace(own, rank=rank) for rank in ranks]
-        self._rendezvous = own.rendezvous
         self._launcher = launcher
         self.channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
@@ -178,10 +177,6 @@ class RemoteRanks:
         self._launcher.kill(CLOSE_LIMIT_S)
         self._gone.set()
 
-    def close_rendezvous(self) -> None:
-        """Free the rendezvous. Where steps may hang, only after the group is closed or at exit."""
-        self._rendezvous.close()
-
     def _end_soon(self) -> None:
         """Hear the ranks no longer."""
         with self._changed:
@@ -203,14 +198,10 @@ class RemoteRanks:
         if self.may_hang:
             # A step of this process may wait for a dead rank for ever, and an orderly exit would
             # wait for the step. So exit, after callers have had time to report the error.
-            leaving = threading.Timer(EXIT_AFTER_S, self._exit)
+            leaving = threading.Timer(EXIT_AFTER_S, os._exit, (1,))
             leaving.daemon = True
             leaving.start()
-            atexit.register(self._exit)
-
-    def _exit(self) -> None:
-        self.close_rendezvous()
-        os._exit(1)
+            atexit.register(os._exit, 1)
 
     def _run(self) -> None:
         try:

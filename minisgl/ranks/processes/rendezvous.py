@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import socket
+import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing.reduction import DupFd
+from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class FileRendezvous:
-    """A file in a private folder, for ranks on one machine. Unlike a socket, other users cannot
-    write to it."""
+    """A file without a name, for ranks on one machine: it ends with them, however they end. Unlike
+    a socket, other users cannot write to it. Can be pickled only while a process is being spawned,
+    which inherits the file."""
 
-    folder: Path
+    # Its number, which stays open: NCCL polls the store, and stores write to it when they end.
+    file: int
+
+    @classmethod
+    def make(cls) -> FileRendezvous:
+        """Raises OSError."""
+        with tempfile.TemporaryFile() as file:
+            return cls(os.dup(file.fileno()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited, (DupFd(self.file),)
 
     def store(self) -> Store:
         """Open the store that all ranks share."""
         # -1: the store does not delete the file.
-        return FileStore(str(self.folder / "store"), -1)
+        return FileStore(f"/proc/self/fd/{self.file}", -1)
 
-    def close(self) -> None:
-        """Remove it. NCCL polls the store, and hangs if it disappears before the group is closed or
-        the process ends."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+def _inherited(end: Any) -> FileRendezvous:
+    return FileRendezvous(end.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +50,6 @@ class TcpRendezvous:
 
     def store(self) -> Store:
         return TCPStore(self.host, self.port, is_master=False)
-
-    def close(self) -> None:
-        """Free nothing: the store ends with the object that `serve_store` returns."""
 
 
 # Provides a torch.distributed store to all ranks. Pickled with the RankSpec.

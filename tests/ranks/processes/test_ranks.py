@@ -304,7 +304,7 @@ async def test_ranks_listen_on_loopback_only_and_are_killed_if_they_do_not_exit(
         async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):
             pass
     listening = set().union(*seen)
-    assert modes == {0o700}
+    assert not modes  # processes that are killed leave nothing
     assert listening  # gloo's, on which a rank waits for others
     assert all(address.is_loopback for address in listening), listening
     [pid] = [pid for pid in pids_of(engine._runner.others).values() if pid]

@@ -144,7 +144,7 @@ def remote_ranks(
     model: Any = None
     launcher, channel = TwoMachines(says_ready), QueueChannel()
     folder = Path("nowhere")
-    own = RankSpec(0, Setup(config, model, folder), FileRendezvous(folder))
+    own = RankSpec(0, Setup(config, model, folder), FileRendezvous(0))
     others = range(1, NUM_RANKS)
     ranks = RemoteRanks(own, launcher, channel, others, may_hang=False)
     try:
