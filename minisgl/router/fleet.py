@@ -25,7 +25,9 @@ DONE, FAILED = "done", "failed"
 # Codes of a replica that waits for a trainer.
 WITHOUT_WEIGHTS = ("asleep", "weights_incomplete")
 MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
-PROBE_S = 5.0
+# A replica is silent that answers no probe within so many looks. However late this process itself
+# is at one of them, as after a stop, it counts for one: the answer may have come meanwhile.
+NUM_LOOKS, LOOK_S = 10, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,21 @@ async def answer_of(peer: Peer, asked: HTTPRequest, limit_s: float) -> tuple[int
 async def probe(peer: Peer) -> tuple[bool | None, str]:
     """Whether a replica takes requests, None if it does not answer; and why it waits for a trainer,
     if it does."""
+    asking = asyncio.ensure_future(peer.get("/ready"))
     try:
-        async with asyncio.timeout(PROBE_S):
-            status, body = await peer.get("/ready")
-            code = "" if status == 200 else code_of(body)
-            is_ready = status == 200 or code == "queue_full"
-            return is_ready, str(code) if code in WITHOUT_WEIGHTS else ""
-    except (EngineLostError, TimeoutError):
+        for _ in range(NUM_LOOKS):
+            if not asking.done():
+                await asyncio.wait([asking], timeout=LOOK_S)
+        if not asking.done():
+            return None, ""
+        status, body = asking.result()
+    except EngineLostError:
         return None, ""
+    finally:
+        asking.cancel()
+    code = "" if status == 200 else code_of(body)
+    is_ready = status == 200 or code == "queue_full"
+    return is_ready, str(code) if code in WITHOUT_WEIGHTS else ""
 
 
 @dataclass(slots=True, eq=False)

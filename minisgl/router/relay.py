@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import logging
 from http import HTTPStatus
 
 import msgspec
@@ -15,6 +15,8 @@ from minisgl.router.upstream import END_OF_EVENT, Upstream
 from minisgl.server.answers.handover import PREFILL, PREFILLED, offered_address
 from minisgl.server.http.access_log import note
 from minisgl.server.http.connection import ServerConnection
+
+logger = logging.getLogger(__name__)
 
 KEY = "minisgl.connection"  # in the state of a scope
 # Codes of a replica that takes no requests: another one may. `queue_full` is that of /ready.
@@ -94,13 +96,18 @@ class Relay:
         where = ""
         replica.num_open += 1
         self._fleet.num_sent[replica.index] += 1
-        with suppress(EngineLostError, TimeoutError, msgspec.MsgspecError):
-            try:
-                async with asyncio.timeout(PREFILL_S):
-                    asked = request.with_header(PREFILL, b"1")
-                    where = offered_address(*await replica.whole(asked.encoded()))
-            finally:
-                replica.num_open -= 1
+        try:
+            async with asyncio.timeout(PREFILL_S):
+                asked = request.with_header(PREFILL, b"1")
+                where = offered_address(*await replica.whole(asked.encoded()))
+        except (EngineLostError, TimeoutError, msgspec.MsgspecError) as error:
+            logger.warning(
+                "Replica %d has not computed a prompt (%s), which the one that answers does",
+                replica.index,
+                type(error).__name__,
+            )
+        finally:
+            replica.num_open -= 1
         self._fleet.num_prefills[DONE if where else FAILED] += 1
         return where
 

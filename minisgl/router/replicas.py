@@ -190,6 +190,11 @@ class Supervisor:
             if bool(is_ready) != (running.ready_since_s is not None):
                 running.ready_since_s = now if is_ready else None
                 running.was_ready = True
+            if running.is_silent and not before.is_silent:
+                logger.warning(
+                    "Replica %d does not answer; it gets no requests until it does",
+                    running.spec.index,
+                )
             if running.state != before:
                 self._report(self.states())
             await asyncio.sleep(READY_POLL_S if is_ready else LOADING_POLL_S)

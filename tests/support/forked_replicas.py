@@ -32,11 +32,15 @@ def forked_demo(folder: Path, *options: str) -> Iterator[tuple[Session, str]]:
         environment = {**os.environ, "TMPDIR": str(folder)}
         arguments = ("serve", "--port", str(port), *options)
         process = Session(*arguments, environment=environment, program=run, folder=folder)
+        failed = True
         try:
             yield process, f"http://127.0.0.1:{port}"
+            failed = False
         finally:
             process.send_signal(signal.SIGKILL)
-            process.communicate()
+            printed, _ = process.communicate()
+            if failed:
+                print(printed)
 
 
 def run() -> int:

@@ -15,7 +15,8 @@ from support.processes import PIPE_BYTES
 
 @contextlib.contextmanager
 def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of Python, killed at the end; `folder` is that of its temporary files."""
+    """A process of Python, killed at the end; `folder` is that of its temporary files. If the test
+    fails, its report has what the process has printed and nobody has read."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stderr=subprocess.PIPE,
@@ -23,11 +24,15 @@ def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "TMPDIR": str(folder)},
         pipesize=PIPE_BYTES,
     )
+    failed = True
     try:
         yield process
+        failed = False
     finally:
         process.kill()
-        process.communicate()
+        printed = process.communicate()[1]
+        if failed:
+            print(printed)
 
 
 @contextlib.contextmanager
