@@ -191,7 +191,12 @@ async def measure(
 
     def arriving() -> Request:
         own = random_tokens(rng, rng.randint(low, high), vocab_size)
-        return make(next(in_turns) + own, arguments.output)
+
+        async def request(times: list[float]) -> None:
+            # When it is sent: of those that a round has made, the last may not be.
+            await make(next(in_turns) + own, arguments.output)(times)
+
+        return request
 
     console.print(
         f"{arguments.streams} steady streams, {arguments.steady_input} tokens in and up to "
