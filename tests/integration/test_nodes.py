@@ -28,7 +28,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.kvcache.copies import LoadRule
 from minisgl.lora.files import AdapterError
-from minisgl.ranks.processes.remote_ranks import RemoteRanks
+from minisgl.ranks.processes import remote_ranks
 from minisgl.request import SamplingParams
 from minisgl.server import run
 from minisgl.server.config import ServerConfig
@@ -158,19 +158,19 @@ async def test_a_rank_of_another_node_tells_of_its_loads(
 
 
 @pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RemoteRanks]]:
-    """The ranks whose loss would have ended this process. It leaves their group instead, so that
-    later tests can form another."""
-    found: list[RemoteRanks] = []
-    monkeypatch.setattr(RemoteRanks, "_exit", lambda ranks: found.append(ranks))
-    monkeypatch.setattr("minisgl.ranks.processes.remote_ranks.EXIT_AFTER_S", 0.1)
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What would have ended this process. It leaves the group of its ranks instead, so that later
+    tests can form another."""
+    found: list[str] = []
+    monkeypatch.setattr(remote_ranks, "_exit", lambda: found.append("a rank was lost"))
+    monkeypatch.setattr(remote_ranks, "EXIT_AFTER_S", 0.1)
     yield found
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: list[RemoteRanks], port: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: list[str], port: int
 ) -> None:
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     torchrun = TORCHRUN | {"MASTER_PORT": str(port - 1)}

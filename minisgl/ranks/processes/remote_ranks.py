@@ -198,10 +198,10 @@ class RemoteRanks:
         if self.may_hang:
             # A step of this process may wait for a dead rank for ever, and an orderly exit would
             # wait for the step. So exit, after callers have had time to report the error.
-            leaving = threading.Timer(EXIT_AFTER_S, os._exit, (1,))
+            leaving = threading.Timer(EXIT_AFTER_S, _exit)
             leaving.daemon = True
             leaving.start()
-            atexit.register(os._exit, 1)
+            atexit.register(_exit)
 
     def _run(self) -> None:
         try:
@@ -252,3 +252,7 @@ class RemoteRanks:
 
     def _verdict(self) -> Exception | None:
         return self._watch.verdict(self._launcher.states(), self.channel.broken())
+
+
+def _exit() -> None:
+    os._exit(1)
