@@ -190,7 +190,7 @@ class Supervisor:
             if bool(is_ready) != (running.ready_since_s is not None):
                 running.ready_since_s = now if is_ready else None
                 running.was_ready = True
-            if running.is_silent and not before.is_silent:
+            if running.is_silent and not before.is_silent and not self._stopping.is_set():
                 logger.warning(
                     "Replica %d does not answer; it gets no requests until it does",
                     running.spec.index,

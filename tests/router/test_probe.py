@@ -91,8 +91,9 @@ def test_one_that_answers_nothing_is_silent(replica: Replica, tmp_path: Path) ->
     assert replica.asked.is_set() and not replica.answered.is_set()
 
 
-async def test_a_replica_that_falls_silent_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stopping", [False, True])
+async def test_a_replica_that_falls_silent_is_said_once_and_not_at_the_end(
+    stopping: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = iter([None, True, None, None, True])  # the first while it starts
     has_ended = asyncio.Event()
@@ -106,13 +107,15 @@ async def test_a_replica_that_falls_silent_is_said_once(
     monkeypatch.setattr(replicas, "probe", answer)
     monkeypatch.setattr(replicas, "LOADING_POLL_S", 0)
     monkeypatch.setattr(replicas, "READY_POLL_S", 0)
-    spec: Any = SimpleNamespace(index=3, server=SimpleNamespace(uds=""))
+    spec: Any = SimpleNamespace(index=3, server=SimpleNamespace(uds=""), close_s=0)
     supervisor = replicas.Supervisor([spec], (), lambda states: None)
+    if stopping:
+        await supervisor.stop(0)
     process: Any = None  # of which nothing is asked
     watching = asyncio.ensure_future(supervisor._watch(supervisor._all[0], process))
     await has_ended.wait()
     watching.cancel()
-    assert caplog.text.count("Replica 3 does not answer") == 1
+    assert caplog.text.count("Replica 3 does not answer") == (0 if stopping else 1)
 
 
 async def test_a_prompt_that_its_replica_does_not_compute_is_said_and_counted(
