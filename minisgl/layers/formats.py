@@ -89,6 +89,11 @@ class WeightFormat:
         scheme = self._common_scheme(full_names)
         if scheme is None:
             return DenseProduct.allocate(n, inputs.size, bias=bias, dtype=self.dtype)
+        if padded := [part for part in parts if part.num_real < part.size]:
+            raise UnsupportedModelError(
+                f"{full_names[0]} has {padded[0].whole} outputs in {scheme}, which these ranks do "
+                "not divide evenly; choose another --tp, or a checkpoint that leaves it alone."
+            )
         b = torch.empty(n, dtype=self.dtype) if bias else None
         return scheme.linear(full_names[0], parts, inputs, b)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.dense_product import DenseProduct
 from minisgl.kernels.linear.float32_product import Float32Product
 from minisgl.models.transformer import CausalLM
@@ -18,5 +19,9 @@ def widen_head(model: CausalLM | AdoptedModel) -> None:
     if not isinstance(model, CausalLM):
         model.widen_head()
     elif model.head is not None:
-        assert isinstance(model.head, DenseProduct)
+        if not isinstance(model.head, DenseProduct):
+            raise UnsupportedModelError(
+                "--head-dtype float32 computes with the weights of the head as they are, and this "
+                "checkpoint has quantised them; leave the option out, or use another checkpoint."
+            )
         model.head = Float32Product(model.head)

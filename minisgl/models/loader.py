@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-_AT_THE_END = (_HEAD, "norm.weight")  # of the last stage
+_AT_THE_END = ("lm_head.", "norm.")  # of the last stage
 GIB, MIB = 1 << 30, 1 << 20
 DUMMY_SEED = 0
 
@@ -106,7 +106,8 @@ def load_model(
 def names_in(config: ModelConfig) -> Names:
     """How the tensors of a checkpoint are called in the model."""
     if isinstance(config, NativeConfig):
-        names = Names(FAMILIES[config.architecture].name_of, is_quantizable)
+        head = None if config.tie_word_embeddings else _HEAD.removesuffix(".weight")
+        names = Names(FAMILIES[config.architecture].name_of, is_quantizable, head)
         return names.in_format(config.quantization)
     # Imports the modeling code of transformers.
     from minisgl.models.adopted.config import AdoptedConfig
@@ -151,7 +152,7 @@ def weight_format(
 ) -> WeightFormat:
     """files: of the weights; none: they are made up, and quantised as the config says."""
     stored = stored_tensors(files, names)
-    maps = quantized_maps(stored, scheme, folder) if files else {}
+    maps = quantized_maps(stored, scheme, folder, names.head) if files else {}
     if scheme is None:
         return WeightFormat(dtype)
     if files and scheme.signs:
@@ -199,4 +200,6 @@ def _is_elsewhere(model: CausalLM, name: str) -> bool:
         index = rest.partition(".")[0]
         stored = map(str, range(model.num_layers + model.num_left_out))
         return index in stored and index not in model.layers
-    return not model.is_first if name == _EMBEDDING else not model.is_last and name in _AT_THE_END
+    if name == _EMBEDDING:
+        return not model.is_first
+    return not model.is_last and name.startswith(_AT_THE_END)

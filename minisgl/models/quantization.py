@@ -48,7 +48,7 @@ _MODELOPT_FIELDS = field_names(
     kv_cache_quant_algo group_size"""
 )
 _MIXED = "MIXED_PRECISION"  # the quant_algo of a model whose layers have one each
-_ONLY_LAYERS = "use a checkpoint that leaves lm_head and embedding alone"
+_ONLY_LAYERS = "use a checkpoint that leaves all else alone"
 _LAYER_FIELDS = field_names("quant_algo group_size")
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # before a layer
 _COMPRESSED_FIELDS = field_names(
@@ -157,7 +157,7 @@ def _read_mixed(fields: Fields) -> QuantizedFormat:
             continue
         layer.refuse_others(_LAYER_FIELDS)
         path = _PREFIX.sub("", name, count=1)
-        if path in ("lm_head", "embed_tokens"):
+        if path == "embed_tokens":
             raise layer.refused("quant_algo", _ONLY_LAYERS)
         of_maps[path] = _read_algo(layer)
     if not of_maps:
@@ -233,13 +233,16 @@ def is_quantizable(name: str) -> bool:
 
 
 def quantized_maps(
-    stored: Mapping[str, StoredTensor], scheme: QuantizedFormat | None, folder: Path
+    stored: Mapping[str, StoredTensor],
+    scheme: QuantizedFormat | None,
+    folder: Path,
+    head: str | None = None,
 ) -> dict[str, Sign]:
     """The linear maps that are quantised, without 'model.', and what shows it, as the tensors in
     `folder` say.
 
     Raises CheckpointError where the config says otherwise, UnsupportedModelError where something
-    outside of the layers is quantised.
+    but layers and `head` is quantised.
     """
     found: dict[str, Sign] = {}
     signs = {format.sign for format in FORMATS}
@@ -254,10 +257,10 @@ def quantized_maps(
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} is {tensor.dtype}, but {CONFIG_FILE} {says}."
             )
-        if not path.startswith("layers."):
+        if not path.startswith("layers.") and path != head:
             raise UnsupportedModelError(
-                f"{tensor.file}: {tensor.name} is quantised, which is not supported outside of "
-                f"the layers; {_ONLY_LAYERS}."
+                f"{tensor.file}: {tensor.name} is quantised, which is supported of the linear maps "
+                f"{'of layers' if head is None else 'of layers and of the head'}; {_ONLY_LAYERS}."
             )
         found[path] = sign
     if wanted and not found:

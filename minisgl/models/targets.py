@@ -37,6 +37,7 @@ class Names:
     # None for what the model leaves aside.
     of: Callable[[str], str | None]
     is_quantizable: Callable[[str], bool]  # of a linear map in the model
+    head: str | None = None  # the head's, if it may be quantised as the layers are
 
     def in_format(self, scheme: QuantizedFormat | None) -> Names:
         """The same, where tensors of quantised maps have the names that their format gives them."""

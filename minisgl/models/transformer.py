@@ -146,7 +146,7 @@ class CausalLM(nn.Module):
             self.lm_head: Linear | None = None
             if self.is_last and not self.is_tied:
                 head = {"lm_head": self.vocab}
-                self.lm_head = Linear(whole(hidden_size), head, WeightFormat(dtype))
+                self.lm_head = Linear(whole(hidden_size), head, format)
         self.head: Product | None = None
         if self.lm_head is not None:
             self.head = self.lm_head.product
@@ -205,7 +205,7 @@ class CausalLM(nn.Module):
         """
         prepare_latents(self)
         select_product.prepare(self._products(), self._dtype, dense_copies=dense_copies)
-        for linear in linears_in(self.layers):
+        for linear in linears_in(self):
             linear.register_weights()
 
     def _products(self) -> list[Product]:

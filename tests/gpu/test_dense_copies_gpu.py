@@ -1,16 +1,18 @@
-"""An engine that keeps quantised weights a second time, dense, for steps of many tokens."""
+"""An engine that keeps quantised weights a second time, dense, for steps of many tokens; and one
+whose head is quantised."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import Spec, make_checkpoint
+from support.checkpoints import Spec, make_checkpoint, reference_logits
 from support.parity import load_engine
 
 from minisgl.engine import AsyncEngine
@@ -26,7 +28,6 @@ NUM_REQUESTS = H200.weight_only_dense_rows + 12
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "dtype": "float16",
-    "load_format": "dummy",
     "kv_cache_dtype": "model",
     "cache_type": "naive",
     "num_pages": 4 * NUM_REQUESTS,
@@ -39,14 +40,38 @@ OPTIONS: dict[str, Any] = {
 def test_tokens_of_large_batches_score_as_they_do_alone(
     graphs: bool, dense_copies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decoded in batches whose rows fall from above the bound to below it, and then given as
-    prompts one at a time."""
     caplog.set_level(logging.INFO)
     config = make_checkpoint(SPEC, tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": GPTQ}))
-    options = (
-        OPTIONS | {"dense_copies": dense_copies} | ({} if graphs else {"cuda_graph_max_bs": 0})
-    )
+    graph_rows = OPTIONS["cuda_graph_max_bs"] if graphs else 0
+    options = {"dense_copies": dense_copies, "cuda_graph_max_bs": graph_rows}
+    check_scores(tmp_path, load_format="dummy", **options)
+    assert ("take another" in caplog.text) is (dense_copies != "never")
+
+
+@pytest.mark.parametrize("dense_copies", ["always", "never"])
+@pytest.mark.parametrize("format", ["gptq", "nvfp4", "nvfp4-modelopt", "ct-fp8-channel"])
+def test_tokens_of_a_quantised_head_score_as_they_do_alone(
+    format: str, dense_copies: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from support.quantized import FORMATS, load_plain, quantize
+
+    spec = replace(SPEC, name="untied", tied=False, vocab_size=512)
+    case = quantize(spec, FORMATS[format], tmp_path, with_head=True)
+    scored = check_scores(case.folder, dense_copies=dense_copies)
+    if FORMATS[format].rounds is None:  # inputs are as they are
+        plain = load_plain(case)
+        for tokens, found in scored:
+            exact = reference_logits(plain, tokens[:-1])[-len(found) :].log_softmax(-1)
+            expected = exact.gather(1, torch.tensor(tokens[-len(found) :])[:, None])[:, 0]
+            assert found == pytest.approx(expected.tolist(), abs=0.05)
+
+
+def check_scores(folder: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
+    """Of tokens decoded in batches whose rows fall from above the bound to below it, and then given
+    as prompts one at a time: returns some of these, and the scores of what was decoded."""
+    scored = []
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(SPEC.vocab_size, (12,), generator=generator).tolist()
@@ -57,7 +82,7 @@ def test_tokens_of_large_batches_score_as_they_do_alone(
     ]
 
     async def run() -> None:
-        async with AsyncEngine(load_engine(tmp_path, **options)) as engine:
+        async with AsyncEngine(load_engine(folder, **OPTIONS | options)) as engine:
             streams = [engine.submit(*job) for job in zip(prompts, params, strict=True)]
             for stream in streams:
                 async for _ in stream:
@@ -72,6 +97,7 @@ def test_tokens_of_large_batches_score_as_they_do_alone(
                 found = [entry.logprob for entry in request.logprobs]
                 expected = [entry.logprob for entry in scores]
                 assert found == pytest.approx(expected, abs=0.03)
+                scored.append((tokens, expected))
 
     asyncio.run(run())
-    assert ("take another" in caplog.text) is (dense_copies != "never")
+    return scored

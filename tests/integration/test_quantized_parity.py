@@ -89,6 +89,7 @@ SPECS = {
         },
     ),
 }
+UNTIED = Spec("untied", "Qwen3ForCausalLM", hidden_size=256, num_layers=2, vocab_size=512)
 # Every format, and every family with some.
 CASES = [
     ("qwen3", "fp8-block"),
@@ -194,6 +195,22 @@ def test_each_linear_map_has_a_format_of_its_own(tmp_path: Path) -> None:
         assert {"Fp8Product", "Nvfp4Product", "DenseProduct"} <= products
         logits, prompt = logits_of(case, model), random_prompt(case.spec, NUM_TOKENS)
         assert relative_error(logits, reference_logits(load_plain(case), prompt)) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["ct-fp8-channel", "gptq", "nvfp4", "modelopt-mixed"])
+def test_logits_of_a_quantised_head(format: str, tmp_path: Path) -> None:
+    case = quantize(UNTIED, FORMATS[format], tmp_path, with_head=True)
+    model = leave_inputs_alone(load(case.folder))
+    exact = reference_logits(load_plain(case), random_prompt(case.spec, NUM_TOKENS))
+    assert relative_error(logits_of(case, model), exact) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}])
+def test_a_quantised_head_gives_the_tokens_of_transformers(
+    options: dict[str, int], tmp_path: Path
+) -> None:
+    case = quantize(UNTIED, FORMATS["nvfp4"], tmp_path, with_head=True)
+    check(three_prompts(case.spec, case.folder, load_plain(case)), **options)
 
 
 ROUNDING = [(spec, format) for spec, format in CASES if FORMATS[format].rounds]

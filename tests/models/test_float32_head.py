@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support.adopted_checkpoints import write_checkpoint
-from support.checkpoints import make_checkpoint, spec_named
+from support.checkpoints import Spec, make_checkpoint, spec_named
 from support.gemma_checkpoints import checkpoint_of
+from support.quantized import FORMATS, quantize
 
+from minisgl.errors import UnsupportedModelError
 from minisgl.models.float32_head import widen_head
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
@@ -47,6 +49,13 @@ def test_float32_logits_are_rounded_in_their_sums_alone(
 ) -> None:
     model = load(make_checkpoint(spec_named(name), tmp_path / name), model_impl)
     check(model, None)
+
+
+def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
+    spec = Spec("untied", "Qwen3ForCausalLM", hidden_size=256, num_layers=1)
+    case = quantize(spec, FORMATS["ct-fp8-channel"], tmp_path, with_head=True)
+    with pytest.raises(UnsupportedModelError, match=r"--head-dtype float32 .* quantised them"):
+        widen_head(load(case.folder, "native"))
 
 
 def test_a_soft_cap_is_applied_in_float32(tmp_path: Path) -> None:

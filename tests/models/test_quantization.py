@@ -192,7 +192,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "version": "gemv"}, "version 'gemv'.*gemm"),
     ({**AWQ, "group_size": -1}, "group_size -1.*32, 64 or 128"),
     ({**AWQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic .*all quantised alike"),
-    ({**AWQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
     ({**AWQ, "checkpoint_format": "gemv"}, "checkpoint_format 'gemv'.*gemm"),
     ({**GPTQ, "desc_act": True}, "desc_act True.*without it, or as AWQ"),
     ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic .*all quantised alike"),
@@ -201,7 +200,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "bits": 3}, "bits 3.*4"),
     ({**GPTQ, "bits": 2}, "bits 2.*4"),
     ({**GPTQ, "bits": 8}, "bits 8.*4"),
-    ({**GPTQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*gptq"),
     ({**GPTQ, "rotation": "hadamard"}, "rotation"),
     ({**AUTO_ROUND, "bits": 2}, "bits 2.*4"),
@@ -355,6 +353,7 @@ MIXED: dict[str, Any] = {
         "model.language_model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"},
         "model.language_model.layers.1.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 16},
         "model.language_model.layers.1.mlp.down_proj": {"quant_algo": None},
+        "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     },
 }
 
@@ -377,6 +376,7 @@ def test_several_formats_of_modelopt(tmp_path: Path) -> None:
     assert scheme.at("layers.0.mlp.experts.7.up_proj") == ModelOptNvfp4()
     assert scheme.at("layers.1.self_attn.q_proj") == ModelOptNvfp4()
     assert scheme.at("layers.1.mlp.down_proj") is None
+    assert scheme.at("lm_head") == ModelOptNvfp4()  # as of nvidia/Qwen3.6-35B-A3B-NVFP4
     assert scheme.at("layers.0.self_attn.o_proj") is None
     with pytest.raises(ConfigError, match=r"--quantization fp8: .*already: FP8 .*beside NVFP4"):
         read(tmp_path, None, option="fp8")
@@ -410,10 +410,9 @@ def test_one_format_of_some_layers_is_read_as_that_of_all(tmp_path: Path) -> Non
         ),
         (MIXED | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         (MIXED | {"awq_block_size": 128}, "awq_block_size"),
-        # Of nvidia/Qwen3.6-35B-A3B-NVFP4.
         (
-            MIXED | {"quantized_layers": {"lm_head": {"quant_algo": "W4A16_NVFP4"}}},
-            "lm_head: quant_algo 'W4A16_NVFP4' is not supported; use .*leaves lm_head",
+            MIXED | {"quantized_layers": {"model.embed_tokens": {"quant_algo": "FP8"}}},
+            "embed_tokens: quant_algo 'FP8' is not supported; use .*leaves all else alone",
         ),
     ],
 )

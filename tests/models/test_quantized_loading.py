@@ -68,7 +68,9 @@ MOE_256 = Spec(
 )
 # With transformers' code: a map has gates and ups, one after the other.
 PHI3 = Spec("phi3", "Phi3ForCausalLM", hidden_size=256, num_layers=1, extra={"pad_token_id": None})
-SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256, PHI3)}
+UNTIED = Spec("untied", "Qwen3ForCausalLM", hidden_size=256, num_layers=2, vocab_size=512)
+SPECS = {spec.name: spec for spec in (DENSE, ODD, MOE, MOE_256, PHI3, UNTIED)}
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @cache
@@ -130,7 +132,8 @@ def matrices(model: nn.Module) -> dict[str, tuple[Tensor, Shard, Shard]]:
         ):
             rows = product.weight.dequantized().split([part.size for part in module.parts.values()])
             for (name, part), w in zip(module.parts.items(), rows, strict=True):
-                found[f"{path.rpartition('.')[0]}.{name}"] = w, part, module.inputs
+                parent = path.rpartition(".")[0]
+                found[f"{parent}.{name}".lstrip(".")] = w, part, module.inputs
         if isinstance(module, FusedExperts) and isinstance(
             product, Fp8Experts | Int4Experts | Nvfp4Experts
         ):
@@ -738,17 +741,75 @@ def test_a_config_of_weights_that_are_not_quantised(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_quantised_head_is_refused_by_name(tmp_path: Path) -> None:
-    spec = Spec("untied", "Qwen3ForCausalLM", hidden_size=256, num_layers=1)
-    folder = quantize(spec, FORMATS["ct-fp8-channel"], tmp_path).folder
+HEADS = ["ct-fp8-channel", "fp8-block", "awq", "gptq", "ct-int8", "nvfp4-modelopt"]
 
-    def quantize_head(tensors: Tensors) -> None:
-        data, scale = quantize_rows(tensors.pop("lm_head.weight"))
-        tensors |= {"lm_head.weight": data, "lm_head.weight_scale": scale[:, None]}
 
-    edit_tensors(folder, quantize_head)
-    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is quantised.*leaves"):
+@pytest.mark.parametrize("format", [*HEADS, "modelopt-mixed"])
+def test_each_rank_has_its_part_of_a_quantised_head(format: str, tmp_path: Path) -> None:
+    case = quantize(UNTIED, FORMATS[format], tmp_path, with_head=True)
+    assert wrong_parts(case, 1) == [] == wrong_parts(case, 2)
+    first, last = (load(case.folder, layers=layers) for layers in (range(1), range(1, 2)))
+    assert first.lm_head is None and "lm_head" in matrices(last)
+
+
+@pytest.mark.parametrize("format", HEADS)
+def test_a_head_may_be_quantised_where_no_layer_is(format: str, tmp_path: Path) -> None:
+    case = quantize(UNTIED, FORMATS[format], tmp_path, keeps=lambda name: True, with_head=True)
+    assert matrices(load(case.folder)).keys() == {"lm_head"}
+
+
+@pytest.mark.parametrize("format", HEADS)
+def test_a_quantised_head_is_divided_without_padding(format: str, tmp_path: Path) -> None:
+    spec = replace(UNTIED, vocab_size=496)  # 31 times 16: one rank would have 256
+    case = quantize(spec, FORMATS[format], tmp_path, with_head=True)
+    assert wrong_parts(case, 1) == []
+    with pytest.raises(UnsupportedModelError, match=r"lm_head has 496 outputs in .* another --tp"):
+        load(case.folder, 1, 2)
+
+
+def quantize_embedding(tensors: Tensors) -> None:
+    data, scale = quantize_rows(tensors[EMBEDDING])
+    tensors |= {EMBEDDING: data, f"{EMBEDDING}_scale": scale[:, None]}
+
+
+def quantize_head_again(tensors: Tensors) -> None:
+    data, scale = quantize_rows(tensors[EMBEDDING])
+    tensors |= {"lm_head.weight": data, "lm_head.weight_scale": scale[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "message"),
+    [
+        (
+            "untied",
+            quantize_embedding,
+            r"embed_tokens\.weight is quantised.*layers and .*the head;",
+        ),
+        ("dense", quantize_head_again, r"lm_head\.weight is quantised.*maps of layers;.*leaves"),
+    ],
+)
+def test_other_quantised_tensors_are_refused_by_name(
+    spec: str, change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
+    folder = quantize(SPECS[spec], FORMATS["ct-fp8-channel"], tmp_path).folder
+    edit_tensors(folder, change)
+    with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
+
+
+def test_a_quantised_head_of_an_adopted_model_is_refused(tmp_path: Path) -> None:
+    folder = quantize(UNTIED, FORMATS["ct-fp8-channel"], tmp_path, with_head=True).folder
+    with pytest.raises(
+        UnsupportedModelError, match=r"lm_head\.weight is quantised.*maps of layers"
+    ):
+        load_model(
+            read_model_config(folder, model_impl="adopted"),
+            folder,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            load_format="safetensors",
+            max_seq_len=64,
+        )
 
 
 @pytest.mark.parametrize("format", ["awq-64", "nvfp4"])

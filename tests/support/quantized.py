@@ -406,8 +406,9 @@ def quantize(
     folder: Path,
     *,
     keeps: Callable[[str], bool] = lambda name: False,
+    with_head: bool = False,
 ) -> Quantized:
-    """keeps: the linear maps that are left alone."""
+    """keeps: the linear maps of layers that are left alone. with_head: not the head's."""
     spec = dataclasses.replace(spec, sharded=False)
     quantized, plain = folder / "quantized", folder / "plain"
     for target in (quantized, plain):
@@ -417,7 +418,8 @@ def quantize(
     quantized_paths: list[str] = []
     for name, weight in tensors.items():
         path = name.removesuffix(".weight")
-        if "_proj" not in name or name.endswith("bias") or keeps(path):
+        is_map = "_proj" in name and not name.endswith("bias") and not keeps(path)
+        if not is_map and not (with_head and path == "lm_head"):
             continue
         packed[path.removeprefix("model.")] = made = format.of(path).pack(weight)
         quantized_paths.append(path)

@@ -353,13 +353,11 @@ def _read_compressed(group: Fields) -> CompressedInt4:
 
 
 def _refuse_exceptions(fields: Fields) -> None:
-    """Refuse layers quantised otherwise than the rest, and a quantised lm_head."""
+    """Refuse layers quantised otherwise than the rest."""
     for name, settings in fields.part("dynamic").values.items():
         # Layers behind "-:" are not quantised, which shows in the tensors; {} changes nothing.
         if settings and not name.startswith("-:"):
             raise fields.refused("dynamic", _ALIKE)
-    if fields.values.get("lm_head"):
-        raise fields.refused("lm_head", "use a checkpoint whose lm_head is not quantised")
 
 
 def _group_size(

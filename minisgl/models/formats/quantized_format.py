@@ -49,8 +49,8 @@ class Held(NamedTuple, Generic[Weights]):
 
 class QuantizedFormat(Quantization, ABC):
     """How the linear maps of a model's layers are quantised, in one format or in several.
-    Embedding, head, router and norms are not. A subclass is a frozen dataclass; its str is for
-    people."""
+    Embedding, router and norms are not; the head is only where a checkpoint has it so. A subclass
+    is a frozen dataclass; its str is for people."""
 
     option: ClassVar[str | None] = None  # the value of --quantization that asks for it
 
