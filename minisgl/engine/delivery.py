@@ -101,6 +101,8 @@ class Delivery:
                 break
         if request.finished:
             stream.text.append(detokenizer.flush(natural=natural))
+            if detokenizer.stopped is not None:  # perhaps in what was held back until now
+                self._scheduler.finish(request, request.num_output_tokens)
         return dropped
 
     def _run_short(self, request: Request) -> None:

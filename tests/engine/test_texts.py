@@ -31,6 +31,7 @@ from minisgl.errors import (
     StepError,
     TextTooLongError,
 )
+from minisgl.request import FinishReason
 from minisgl.text.rendering import EndlessTemplateError, Renderer, render
 from minisgl.text.template_facts import TemplateFacts
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
@@ -464,6 +465,28 @@ async def test_running_out_of_memory_while_detokenizing_fails_that_request_alone
             assert sum(len(delta.token_ids) for delta in await deltas_of(stream)) == 20
         assert engine.failure is None
         assert engine.stats().num_used_pages == 0
+
+
+async def test_a_stop_string_in_what_was_held_back_to_the_end_is_the_reason_of_the_end() -> None:
+    async with engine_on(ScriptedRunner(4), tokenizer=True) as engine:
+        stream = engine.submit([5, 1], params(2, ignore_eos=True))
+        stream.detokenizer = HoldsBack()  # type: ignore[assignment]
+        last = (await deltas_of(stream))[-1]
+        assert last.finish_reason == FinishReason.STOP and last.stop_reason == "###"
+        assert last.num_output_tokens == 2
+
+
+class HoldsBack:
+    """A detokenizer that finds a stop string at the end alone, as of one that began a tool call."""
+
+    stopped: str | None = None
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self, *, natural: bool) -> str:
+        self.stopped = "###"
+        return "text"
 
 
 class Short:
