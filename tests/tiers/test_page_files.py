@@ -296,6 +296,10 @@ def test_a_folder_is_made_for_its_owner_alone(
     with pytest.raises(ConfigError, match="chmod 700"):
         check_folder(config)
     folder.chmod(0o700)
+    with monkeypatch.context() as read_only:  # as of a file system; root may write all others
+        read_only.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+        with pytest.raises(ConfigError, match="no files can be made in it"):
+            check_folder(config)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="another user"):
         check_folder(config)

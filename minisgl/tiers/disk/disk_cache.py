@@ -36,6 +36,9 @@ def check_folder(config: ResolvedConfig) -> None:
             "allowed: a folder for this alone, such as a new one, or one closed by chmod 700"
         )
         raise ConfigError("--disk-cache", config.disk_cache, reason)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        reason = "no files can be made in it; allowed: a folder that this user may write"
+        raise ConfigError("--disk-cache", config.disk_cache, reason)
 
 
 def open_store(
