@@ -205,7 +205,7 @@ def test_an_adopted_model_is_right(tmp_path: Path) -> None:
 )
 def test_quantised_models_are_right(name: str, dtype: str, tmp_path: Path) -> None:
     spec = replace(spec_named("llama"), hidden_size=256, vocab_size=2048)
-    case = quantize(spec, FORMATS[name], tmp_path)
+    case = quantize(spec, FORMATS[name], tmp_path, with_head=True)
     found = findings(with_tokenizer(case.folder), dtype=dtype)
     assert found.is_right, found.faults
 
