@@ -136,7 +136,7 @@ def test_no_request_is_computed_between_the_updates_of_one(
     asked(client.post("/update_weights_from_disk", json={"model_path": str(DEMO_FOLDER)}))
 
     queued = serving.on_loop(
-        lambda: engine.submit([*range(300, 310)], SamplingParams(max_tokens=2))
+        lambda: engine.submit([*range(300, 310)], SamplingParams(max_tokens=2, ignore_eos=True))
     )
     assert serving.on_loop(lambda: engine.stats().num_queued) == 1
     wrong = client.post("/finish_weight_update", json={"weight_version": ""})
