@@ -97,12 +97,11 @@ class Delivery:
             stream.text.append(detokenizer.push(token_ids[index]))
             if detokenizer.stopped is not None:
                 dropped = len(token_ids) - index - 1
-                self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
                 break
         if request.finished:
             stream.text.append(detokenizer.flush(natural=natural))
-            if detokenizer.stopped is not None:  # perhaps in what was held back until now
-                self._scheduler.finish(request, request.num_output_tokens)
+        if detokenizer.stopped is not None:  # perhaps in what was held back until now
+            self._scheduler.finish(request, request.num_output_tokens - dropped)
         return dropped
 
     def _run_short(self, request: Request) -> None:
