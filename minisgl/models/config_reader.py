@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -33,7 +34,15 @@ _LARGEST_COUNTS = {
 }
 _LARGEST = 1e30
 
+# Before a layer, in models of text and in those that see.
+_PREFIX = re.compile(r"(?:model\.|language_model\.)*")
+
 logger = logging.getLogger(__name__)
+
+
+def without_prefix(name: str) -> str:
+    """The name of a tensor or module of a checkpoint without what stands before its layer."""
+    return _PREFIX.sub("", name, count=1)
 
 
 def field_names(text: str) -> frozenset[str]:

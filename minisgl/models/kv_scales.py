@@ -19,7 +19,13 @@ from safetensors import SafetensorError, safe_open
 from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.models.config import ModelConfig
-from minisgl.models.config_reader import CONFIG_FILE, Fields, quantization_fields, read_json
+from minisgl.models.config_reader import (
+    CONFIG_FILE,
+    Fields,
+    quantization_fields,
+    read_json,
+    without_prefix,
+)
 from minisgl.models.hub import SINGLE_FILE, read_index
 from minisgl.models.target import FLOATS
 
@@ -32,8 +38,6 @@ _NAMES = re.compile(
     r"|(?P<part>[kv])_proj\.(?:(?P=part)_scale|output_scale)"
     r"|q_proj\.(?:q_scale|output_scale))"
 )
-# Before a layer, in models of text and in those that see.
-_PREFIX = re.compile(r"(?:model\.|language_model\.)*")
 SMALLEST = 2.0**-126  # of the normal numbers of float32; below, its reciprocal overflows
 _IGNORE = "--kv-cache-dtype model leaves the KV cache as it is"
 
@@ -100,7 +104,7 @@ def _match(name: str) -> re.Match[str] | None:
     """What a name of a checkpoint says of a scale of keys, values or both."""
     if not name.endswith("_scale"):  # quick, for the many names of weights
         return None
-    match = _NAMES.fullmatch(_PREFIX.sub("", name, count=1))
+    match = _NAMES.fullmatch(without_prefix(name))
     return match if match and (match["part"] or match["plain"] not in (None, "q")) else None
 
 

@@ -7,7 +7,6 @@ believed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from minisgl.models.config_reader import (
     field_names,
     quantization_fields,
     read_json,
+    without_prefix,
 )
 from minisgl.models.formats import FORMATS, FP8_WHILE_LOADING, QuantizedFormat
 from minisgl.models.formats.mixed import Mixed, alike
@@ -50,7 +50,6 @@ _MODELOPT_FIELDS = field_names(
 _MIXED = "MIXED_PRECISION"  # the quant_algo of a model whose layers have one each
 _ONLY_LAYERS = "use a checkpoint that leaves all else alone"
 _LAYER_FIELDS = field_names("quant_algo group_size")
-_PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # before a layer
 _COMPRESSED_FIELDS = field_names(
     """format quantization_status config_groups kv_cache_scheme
     global_compression_ratio version transform_config sparsity_config provider"""
@@ -156,7 +155,7 @@ def _read_mixed(fields: Fields) -> QuantizedFormat:
         if layer.values.get("quant_algo") is None:
             continue
         layer.refuse_others(_LAYER_FIELDS)
-        path = _PREFIX.sub("", name, count=1)
+        path = without_prefix(name)
         if path == "embed_tokens":
             raise layer.refused("quant_algo", _ONLY_LAYERS)
         of_maps[path] = _read_algo(layer)

@@ -97,9 +97,10 @@ def load(
     quantization: str | None = None,
     dtype: torch.dtype = torch.float32,
     layers: range | None = None,
+    model_impl: str = "auto",
 ) -> CausalLM:
     return load_model(
-        read_model_config(folder, quantization=quantization),
+        read_model_config(folder, quantization=quantization, model_impl=model_impl),
         folder,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -802,14 +803,7 @@ def test_a_quantised_head_of_an_adopted_model_is_refused(tmp_path: Path) -> None
     with pytest.raises(
         UnsupportedModelError, match=r"lm_head\.weight is quantised.*maps of layers"
     ):
-        load_model(
-            read_model_config(folder, model_impl="adopted"),
-            folder,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            load_format="safetensors",
-            max_seq_len=64,
-        )
+        load(folder, model_impl="adopted")
 
 
 @pytest.mark.parametrize("format", ["awq-64", "nvfp4"])
