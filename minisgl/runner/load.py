@@ -194,10 +194,11 @@ def load_runner(
     try:
         if keys:
             runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
-    except (torch.OutOfMemoryError, CaptureError) as error:
+    except CaptureError:
         runner.close()
-        if isinstance(error, CaptureError):
-            raise
+        raise
+    except torch.OutOfMemoryError as error:
+        runner.close()
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
 
     def capture(again: bool) -> None:
