@@ -79,11 +79,12 @@ def available_backends(
         for name, backend in BACKENDS.items()
         if (reason := _why_missing(backend, compute_capability, set(layers))) is not None
     }
-    extras = _extras(layers)
     facts = (
         backend.facts
         if name in missing
-        else replace(backend.facts.running(extras), page_multiple=backend.page_multiple())
+        else replace(
+            backend.facts_with(backend.facts, set(layers)), page_multiple=backend.page_multiple()
+        )
         for name, backend in BACKENDS.items()
     )
     return Available(tuple(facts), missing)

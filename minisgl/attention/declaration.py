@@ -24,6 +24,8 @@ class Backend:
     why_missing: Callable[[ComputeCapability, Set[AttentionSpec]], str | None]
     # Its page size must be a multiple of this; called only where it can run.
     page_multiple: Callable[[], int] = lambda: 1
+    # The facts where layers are such, if they differ.
+    facts_with: Callable[[BackendFacts, Set[AttentionSpec]], BackendFacts] = lambda facts, _: facts
 
 
 def why_not_importable(module: str, package: str) -> str | None:

@@ -33,8 +33,10 @@ from minisgl.kernels.hardware import ComputeCapability
 _HEAD_DIMS = (64, 128, 256)
 _LATENT_DIMS = (576, 512)  # of keys, and of their first numbers that are the values
 # Of queries and their heads of the kernel for latents, where there is more than one tile of 64; and
-# the work items for which a plan has room, but for those of splits.
+# the work items for which a plan has room, but for those of splits. Up to so many chunks of a step
+# may end with a tile that is not full.
 _LATENT_TILE, _MOST_LATENT_TILES = 128, 16384 - 1024
+_LATENT_CHUNKS = 4096
 _TRTLLM_MAJORS = (9, 10, 12)  # of the compute capability
 _BEST_PAGE_SIZE = 64  # at which the kernels of FlashInfer and TensorRT-LLM are fastest
 _FP8_PREFILL_NOTE = "prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
@@ -375,6 +377,15 @@ def _latent_tiles(layer: AttentionSpec, num_queries: Sequence[int]) -> int:
     return sum(-(-number // tile) for number in num_pairs)
 
 
+def _facts_with(facts: BackendFacts, layers: Set[AttentionSpec]) -> BackendFacts:
+    """Over latents no cache in FP8 is read, and a plan has room for so many queries."""
+    most_heads = max((layer.num_heads for layer in layers if layer.v_in_k), default=0)
+    if not most_heads:
+        return facts
+    most = (_MOST_LATENT_TILES - _LATENT_CHUNKS) * _LATENT_TILE // most_heads
+    return replace(facts, fp8_rank=None, most_prompt_tokens=most)
+
+
 def _why_missing(capability: ComputeCapability, layers: Set[AttentionSpec]) -> str | None:
     return _why_no_kernels(layers) or _why_not_installed()
 
@@ -429,12 +440,12 @@ FLASHINFER = Backend(
         fp8_rank=2,
         fp8_prefill_note=_FP8_PREFILL_NOTE,
         extras=(WINDOWS, SOFT_CAPS, OTHER_VALUES, LATENTS),
-        unmeasured=(LATENTS,),
         best_page_size=_BEST_PAGE_SIZE,
         pages_are_powers_of_two=True,
     ),
     make=lambda shape: FlashInferAttention(_given(shape, "fi")),
     why_missing=_why_missing,
+    facts_with=_facts_with,
 )
 TRTLLM = Backend(
     facts=BackendFacts(

@@ -123,7 +123,6 @@ def slot_bytes(layers: Sequence[LayerSpec]) -> int:
 WINDOWS, SOFT_CAPS, SINKS = "sliding windows", "soft caps", "attention sinks"
 OTHER_VALUES, LATENTS = "values of another width", "values that are part of the keys"
 ATTENTION_EXTRAS = (WINDOWS, SOFT_CAPS, SINKS, OTHER_VALUES, LATENTS)
-_UNMEASURED = 100  # added to the ranks of backends, comes after all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,29 +370,16 @@ class BackendFacts:
     fp8_prefill_note: str = ""
     fp8_decode_note: str = ""
     extras: tuple[str, ...] = ()  # what it computes of ATTENTION_EXTRAS
-    # Those of them that were not measured: a layer with one is left to other backends, unless the
-    # user chooses this one, which reads no FP8 there.
-    unmeasured: tuple[str, ...] = ()
     runs_on_cpu: bool = False
     float32: bool = False
     captures_decode: bool = False  # takes no argument from the host that changes between steps
     captures_chunks: bool = False  # reads the bounds of chunks on the device
+    most_prompt_tokens: int | None = None  # of a step; None: any number
     # Of equally fast sizes the smallest, since smaller pages share more of a prefix.
     best_page_size: int = 16
     page_sizes: tuple[int, ...] = ()  # the only ones; empty: any
     page_multiple: int = 1
     pages_are_powers_of_two: bool = False
-
-    def running(self, extras: Iterable[str]) -> BackendFacts:
-        """The facts with a model whose layers have these of ATTENTION_EXTRAS."""
-        if not set(extras) & set(self.unmeasured):
-            return self
-        return replace(
-            self,
-            prefill_rank=self.prefill_rank + _UNMEASURED,
-            decode_rank=self.decode_rank + _UNMEASURED,
-            fp8_rank=None,
-        )
 
 
 def best_first(

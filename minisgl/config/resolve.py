@@ -552,7 +552,14 @@ def _resolve_attention(
                 why = f"{name} computes in bfloat16 and float16 only"
             reason = why or f"{name} is not usable here"
             raise ConfigError("--attn", config.attn, f"{reason}; {one_of(('auto', *allowed))}")
-        chosen.append(next(iter(allowed.values())) if name == "auto" else allowed[name])
+        fitting = (
+            backend
+            for backend in allowed.values()
+            if phase == "decode"
+            or backend.most_prompt_tokens is None
+            or config.max_prefill_length <= backend.most_prompt_tokens
+        )
+        chosen.append(next(fitting) if name == "auto" else allowed[name])
     prefill, decode = chosen
     if config.attn == "auto":
         notes.append(

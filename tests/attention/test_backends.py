@@ -166,13 +166,15 @@ def latents(**extra: Any) -> tuple[AttentionSpec, ...]:
     return (dataclasses.replace(spec, **extra),)
 
 
-def test_flashinfer_attends_over_latents_where_it_is_chosen(everything: None) -> None:
-    """It was not measured, nor tried with a cache in FP8."""
-    found = available_backends((9, 0), latents())
-    assert found.best_first("prefill") == ("triton", "torch", "fi")
-    assert found.best_first("decode") == ("triton", "torch", "fi")
-    ranks = {each.name: each.fp8_rank for each in found.backends}
-    assert ranks["fi"] is None and ranks["triton"] == 1
+@pytest.mark.parametrize(("num_heads", "most"), [(20, 72_089), (128, 11_264)])
+def test_flashinfer_prefills_over_latents(everything: None, num_heads: int, most: int) -> None:
+    """Without a cache in FP8, and steps of as many tokens as a plan has room for."""
+    found = available_backends((9, 0), latents(num_heads=num_heads))
+    assert found.best_first("prefill") == ("fi", "triton", "torch")
+    assert found.best_first("decode") == ("triton", "fi", "torch")
+    facts = {each.name: each for each in found.backends}
+    assert facts["fi"].fp8_rank is None and facts["triton"].fp8_rank == 1
+    assert facts["fi"].most_prompt_tokens == most
     plain = {each.name: each for each in available_backends((9, 0), layers(128, 2)).backends}
     assert plain["fi"] == BACKENDS["fi"].facts
 

@@ -128,6 +128,23 @@ def test_auto_chooses_the_best_available_backends() -> None:
     assert chosen("fi,triton") == ("fi", "triton")
 
 
+def test_auto_takes_no_backend_whose_steps_are_shorter() -> None:
+    """Of prompts: to decode, it has room for all rows. Who chooses it gets it."""
+    backends = tuple(
+        dataclasses.replace(each, most_prompt_tokens=None if each.name == "triton" else 9000)
+        for each in GPU.backends
+    )
+    machine = dataclasses.replace(GPU, backends=backends)
+
+    def chosen(attn: str, most: int) -> tuple[str, str]:
+        config = resolved(machine=machine, attn=attn, max_prefill_length=most)
+        return config.attn_prefill, config.attn_decode
+
+    assert chosen("auto", 9000) == ("fi", "triton")
+    assert chosen("auto", 9001) == ("triton", "triton")
+    assert chosen("fi,trtllm", 9001) == ("fi", "trtllm")
+
+
 @pytest.mark.parametrize(
     ("attn", "given", "expected"),
     [

@@ -76,6 +76,7 @@ def test_the_tiles_of_the_device() -> None:
     """At the widths of published models."""
     shape = latents(20, 512, 64, 16)
     check_decode(TritonAttention(), shape, [33, 2])
+    check_decode(TritonAttention(), shape, [33, 2, 5, 70, 1])
     check_prefill(TritonAttention(), shape, [(20, 3)])
 
 
