@@ -9,7 +9,7 @@ of 2,048 tokens, 32 over 8 heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minisgl.attention.base import Attention, AttentionShape
 from minisgl.attention.declaration import Backend
@@ -80,11 +80,7 @@ def available_backends(
         if (reason := _why_missing(backend, compute_capability, set(layers))) is not None
     }
     facts = (
-        backend.facts
-        if name in missing
-        else replace(
-            backend.facts_with(backend.facts, set(layers)), page_multiple=backend.page_multiple()
-        )
+        backend.facts if name in missing else backend.facts_with(backend.facts, set(layers))
         for name, backend in BACKENDS.items()
     )
     return Available(tuple(facts), missing)

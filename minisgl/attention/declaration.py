@@ -22,9 +22,7 @@ class Backend:
     # The reason, as one short sentence, why it cannot run such layers on a GPU of compute
     # capability 8.0 or newer; None if it can.
     why_missing: Callable[[ComputeCapability, Set[AttentionSpec]], str | None]
-    # Its page size must be a multiple of this; called only where it can run.
-    page_multiple: Callable[[], int] = lambda: 1
-    # The facts where layers are such, if they differ.
+    # The facts where it is installed, with such layers; called only where it can run.
     facts_with: Callable[[BackendFacts, Set[AttentionSpec]], BackendFacts] = lambda facts, _: facts
 
 

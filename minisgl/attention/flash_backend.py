@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,5 +169,7 @@ FLASH = Backend(
     ),
     make=lambda shape: load_newest(),
     why_missing=_why_missing,
-    page_multiple=lambda: load_newest().generation.page_multiple,
+    facts_with=lambda facts, _: replace(
+        facts, page_multiple=load_newest().generation.page_multiple
+    ),
 )
