@@ -328,13 +328,15 @@ class DeviceTuning:
 
     # Over keys that hold the values, for latents of 512 numbers and 64 behind them; a program has
     # up to 32 heads of a row, or their pairs with tokens. Those of decode by the number of pairs of
-    # a row and such a group. Measured on an H200 with 20 heads (attention-latent-decode): 1, 32 and
-    # 128 rows of 1,024 tokens take 8.8, 26 and 70 µs, and 64 of 8,192 take 233 µs. An SM has room
-    # for one program: with more of them, what each does once is done for nothing. Chunks of 8,192
-    # tokens take 5.3 ms in tiles of 64 keys, although they spill registers, and 7.1 in those of 32.
+    # a row and such a group. Measured on an H200 with 20 heads (attention-latent-decode): 1, 8 and
+    # 32 rows of 1,024 tokens take 9.7, 12.3 and 26 µs, and 1 and 64 of 8,192 take 13 and 235 µs. In
+    # tiles of 32 keys, a row of 1,024 takes 8.2 µs, and one of 32,768 takes 37 instead of 27. An SM
+    # has room for one program: with more of them, what each does once is done for nothing. Chunks
+    # of 8,192 tokens take 5.3 ms in tiles of 64 keys, although they spill registers, and 7.1 in
+    # those of 32.
     latent_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
-        (4, DecodeTiles(32, 8, 2, programs_per_sm=1, min_split=32)),
-        (NO_LIMIT, DecodeTiles(64, 8, 3, programs_per_sm=1, min_split=128)),
+        (4, DecodeTiles(64, 8, 2, programs_per_sm=1, min_split=64)),
+        (NO_LIMIT, DecodeTiles(64, 8, 3, programs_per_sm=1, min_split=64)),
     )
     latent_prefill_tiles: PrefillTiles = PrefillTiles(
         block_m=64, block_n=64, num_warps=8, num_stages=2

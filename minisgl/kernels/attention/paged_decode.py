@@ -36,9 +36,11 @@ from minisgl.kernels.inlined import arrive, to_stored, wait_for_previous
 from minisgl.kernels.launch_options import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
 
-# Elements in a tile of a merge; more would take more registers than the main loop needs.
+# Elements in a tile of a merge: where attention itself merges, as many as need no more registers
+# than its main loop; in a kernel of its own, enough that all loads are soon under way.
 _MERGED = tl.constexpr(2048)
-_LEAST_MERGED = 128  # dimensions of a head in a program that merges only
+_MERGED_ALONE = tl.constexpr(8192)
+_LEAST_MERGED = 64  # dimensions of a head in a program that merges only
 # Arguments that change with the step, and must not give a variant of a kernel each.
 _VARYING = {
     "do_not_specialize": ["num_rows", "target_splits", "min_split", "table_stride", "window"],
@@ -327,7 +329,7 @@ def _finish(
             tl.store(semaphores + kv_head, 0)  # for the next launch
             merged = _merge(
                 workspace, split.first_item, num_splits, kv_head * num_queries, 0, num_queries,
-                sizes.block_v, sizes,
+                sizes.block_v, _MERGED, 4, sizes,
             )  # fmt: skip
             _store(tensors.out, merged, split.row, kv_head, sizes)
 
@@ -547,7 +549,9 @@ def _merge_kernel(
     wait_for_previous(pdl)
     if num_splits > 1:
         num_heads: tl.constexpr = sizes.num_groups * sizes.group
-        merged = _merge(workspace, first_item, num_splits, head, first_dim, 1, block_v, sizes)
+        merged = _merge(
+            workspace, first_item, num_splits, head, first_dim, 1, block_v, _MERGED_ALONE, 1, sizes
+        )
         dims = first_dim + tl.arange(0, block_v)
         result = out + (row.to(tl.int64) * num_heads + head) * sizes.v_head_dim
         tl.store(result + dims[None, :], merged, mask=(dims < sizes.v_head_dim)[None, :])
@@ -562,18 +566,21 @@ def _merge(
     first_dim,
     group: tl.constexpr,
     block_v: tl.constexpr,
+    tile: tl.constexpr,
+    num_stages: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """[heads, block_v]: the attention of a group over all splits of a row."""
+    """[heads, block_v]: the attention of a group over all splits of a row, `tile` elements at a
+    time."""
     num_heads: tl.constexpr = sizes.num_groups * sizes.run * sizes.group
     v_head_dim: tl.constexpr = sizes.v_head_dim
     block_g: tl.constexpr = triton.next_power_of_2(group)
-    block_s: tl.constexpr = max(1, _MERGED // (block_g * block_v))  # splits at a time
+    block_s: tl.constexpr = max(1, tile // (block_g * block_v))  # splits at a time
     heads, dims = tl.arange(0, block_g), first_dim + tl.arange(0, block_v)
     acc = tl.zeros((block_g, block_v), tl.float32)
     peak = tl.full((block_g,), LOWEST, tl.float32)
     total = tl.zeros((block_g,), tl.float32)
-    for start in tl.range(0, num_splits, block_s, num_stages=4):
+    for start in tl.range(0, num_splits, block_s, num_stages=num_stages):
         splits = start + tl.arange(0, block_s)
         stats = (first_item + splits)[:, None] * num_heads + (first_head + heads)[None, :]
         real = (splits < num_splits)[:, None] & (heads < group)[None, :]
